@@ -191,7 +191,12 @@ async def run_job(job: Job) -> Ended:
         "after_s": job.after_s,
     }
     reaper = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-IS", _HELPER, "reaper", json.dumps(asked), *job.argv),
+        sys.executable,
+        "-IS",
+        _HELPER,
+        "reaper",
+        json.dumps(asked),
+        *job.argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

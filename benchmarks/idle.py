@@ -30,7 +30,7 @@ KINDS = {
     "engines.embedded": "engine",
     "ray::EngineServer": "engine's supervisor",
 }
-"""What a process is, by words of its command line; all others are Ray's and their guards."""
+"""Names of our processes by words of their command lines; all others are Ray's and their guards."""
 OPTIONS = ("logging.wandb=disabled", "logging.console=plain", "gateway.port=0")
 
 

@@ -35,7 +35,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128_digest
 
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.pictures import Picture, shadow_ids
@@ -163,8 +163,13 @@ def _to_array(wanted: Any, value: Any) -> Any:
     raise NotImplementedError(f"{wanted} from {type(value).__name__}")
 
 
+class JsonMetadata(dict[str, Any]):
+    """Metadata of a step that certainly holds JSON values alone, of integers those of 64 bits, so
+    that it is not looked through."""
+
+
 _CARRIED = (str, int, float, bytes, bytearray)
-_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None), JsonMetadata))
 
 
 def encode_any(value: Any) -> bytes:
@@ -181,19 +186,20 @@ def encode_any(value: Any) -> bytes:
 
 def _check_carried(value: Any) -> None:
     """msgspec knows more types (dates, sets, dataclasses, …), which would come back as others."""
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return
-    if type(value) is dict or isinstance(value, Mapping):
+    if kind is list or kind is tuple or isinstance(value, list | tuple):
+        for item in value:
+            if type(item) not in _PLAIN:
+                _check_carried(item)
+    elif kind is dict or isinstance(value, Mapping):
         for key, item in value.items():
-            if not isinstance(key, str | int):
+            if type(key) is not str and not isinstance(key, str | int):
                 raise TypeError(f"a key of type {type(key).__qualname__} is not supported")
             if type(item) not in _PLAIN:
                 _check_carried(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_carried(item)
     elif not isinstance(value, (*_CARRIED, np.generic, np.ndarray)):
-        kind = type(value)
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not supported")
 
 
@@ -357,9 +363,8 @@ class Base(NamedTuple):
     @classmethod
     def of(cls, step: Step, crc: int) -> Base:
         prompt = _shadow(step.prompt_ids, step.pictures) if step.pictures else step.prompt_ids
-        digest = xxh3_128(np.ascontiguousarray(prompt).data)
-        digest.update(np.ascontiguousarray(step.response_ids).data)
-        return cls(step.step_index, 4 * step.n_tokens, crc, digest.digest())
+        digest = xxh3_128_digest(as_bytes(prompt) + as_bytes(step.response_ids))
+        return cls(step.step_index, 4 * step.n_tokens, crc, digest)
 
     def begins(self, step: Step) -> bool:
         """True if the prompt of `step` begins with these tokens."""
@@ -537,9 +542,9 @@ def unpack(trajectory: PackedTrajectory) -> list[Step]:
     """
     headers = [packed.header for packed in trajectory.steps]
     found = {header[0]: at for at, header in enumerate(headers)}
-    tokens: dict[int, TokenIds] = {}
+    chains: dict[int, TokenIds] = {}
     for index in sorted(found, reverse=True):
-        if index not in tokens:
+        if index not in chains:
             # The tokens of a chain, from its leaf, in one array; each step of it sees its part.
             chain, base = [found[index]], headers[found[index]].base_index
             while base >= 0:
@@ -547,10 +552,10 @@ def unpack(trajectory: PackedTrajectory) -> list[Step]:
                 base = headers[found[base]].base_index
             array = np.frombuffer(chain_tokens([trajectory.steps[at] for at in chain]), np.int32)
             for at in chain:
-                tokens.setdefault(headers[at][0], array[: headers[at].n_tokens])
+                chains.setdefault(headers[at][0], array)
     uids = trajectory.trajectory_uid, trajectory.prompt_uid
     each = zip(headers, trajectory.steps, strict=True)
-    steps = [_unpack(header, packed, tokens[header[0]], *uids) for header, packed in each]
+    steps = [_unpack(header, packed, chains[header[0]], *uids) for header, packed in each]
     if any(header.flags & PICTURES for header in headers):
         for index in sorted(found):  # a base comes before what extends it
             header, step = headers[found[index]], steps[found[index]]
@@ -577,30 +582,31 @@ def chain_tokens(chain: Sequence[PackedStep]) -> bytes:
 
 
 def _unpack(
-    header: Header, packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str
+    header: Header, packed: PackedStep, chain: TokenIds, trajectory_uid: str, prompt_uid: str
 ) -> Step:
+    """A step whose tokens its chain begins with."""
     index, parent, _, flags, version, reward, n_prompt, n_new, n_response, *_ = header
     log_probs, offset = None, _HEADER.size + 4 * (n_new + n_response)
     if flags & _LOG_PROBS:
         log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
         offset += 4 * n_response
     # What no index looks at.
-    metadata, *more = extra = _extra_decoder.decode(memoryview(packed.payload)[offset:])
-    spans, multi_modal_data, routed_experts, *_ = more or ((), None, None)
+    extra = _extra_decoder.decode(memoryview(packed.payload)[offset:])
+    spans, multi_modal_data, routed_experts = extra[1:_OWN] or ((), None, None)
     return trusted_step(
-        tokens[:n_prompt],
-        tokens[n_prompt:],
+        chain[:n_prompt],
+        chain[n_prompt : n_prompt + n_response],
         None if math.isnan(reward) else reward,
         trajectory_uid,
         prompt_uid,
         index,
         version,
         bool(flags & _LAST),
-        metadata,
+        extra[0],
         log_probs,
         _REASONS[flags >> _REASON_SHIFT & _REASON],
         None if parent < 0 else parent,
-        tuple(VersionSpan(*span) for span in spans),
+        tuple(VersionSpan(*span) for span in spans) if spans else (),
         multi_modal_data,
         routed_experts,
         tuple(pictures_of(extra)) if flags & PICTURES else (),

@@ -180,6 +180,8 @@ class Op(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
     def __post_init__(self) -> None:
         for name, check, optional in _checks(type(self)):
             value = getattr(self, name)
+            if check is TEXT and type(value) is str and value:
+                continue
             if not (check.accepts(value) or (optional and value is None)):
                 uid = getattr(self, "trajectory_uid", None)
                 check.refuse(f"trajectory {uid!r}: {name}" if check is _REWARD else name, value)
@@ -276,6 +278,10 @@ class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like
     trajectories: list[PackedTrajectory]
     """Steps of each, in order. A trajectory may come several times. Without metadata."""
     channel: Text = TRAIN
+
+    @property
+    def n_steps(self) -> int:
+        return sum([len(trajectory.steps) for trajectory in self.trajectories])
 
 
 class AppendStep(Change[SubmitOutcome | Resumed], frozen=True, array_like=True):
@@ -542,7 +548,8 @@ def outcomes_or_raise(results: Sequence[SubmitOutcome | Refusal]) -> list[Submit
     """The outcomes of a batch, or its first refusal raised."""
     refused = [result for result in results if isinstance(result, Refusal)]
     if not refused:
-        return [result for result in results if not isinstance(result, Refusal)]
+        outcomes: Any = results
+        return list(outcomes)
     first = refused[0].error()
     if len(results) == 1:
         raise first

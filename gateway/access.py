@@ -81,7 +81,7 @@ from stepwell.gateway.errors import (
     PermissionDeniedError,
     RequestError,
 )
-from stepwell.gateway.web import Connection
+from stepwell.gateway.web import Connection, RequestHeaders
 
 # -- paths -----------------------------------------------------------------------------------
 
@@ -111,6 +111,7 @@ def uid_of(segment: str) -> str:
     return unquote(segment) if "%" in segment else segment
 
 
+@lru_cache(maxsize=4096)
 def quoted(uid: str) -> str:
     """Escape an id for a URL's path; what may stand there stays as it is (RFC 3986)."""
     return quote(uid, safe="!$&'()*+,;=:@")
@@ -496,8 +497,8 @@ class AccessControl:
 
     def admit(
         self, scope: Scope, connection: Connection, needed: Access, url: Named | None
-    ) -> Principal:
-        """Return the caller of a request, of whose body no byte is read yet.
+    ) -> tuple[Principal, RequestHeaders]:
+        """Return the caller of a request, of whose body no byte is read yet, and its headers.
 
         Args:
             needed: access that the request's endpoint needs.
@@ -508,14 +509,27 @@ class AccessControl:
         """
         if scope["query_string"] and is_gemini(scope["path"]):
             _take_key(scope)
-        headers = dict(scope["headers"])
-        if len(headers) < len(scope["headers"]):
+        headers = RequestHeaders(scope["headers"])
+        if len(headers.first) < len(scope["headers"]):
             _check_single(scope)
-        self.hosts.check(scope, headers.get(b"host"), headers.get(b"origin"))
-        caller = self.keys.authorize(Headers(scope=scope), needed, url)
+        self.hosts.check(scope, headers.first.get(b"host"), headers.first.get(b"origin"))
+        caller = self.keys.authorize(headers, needed, url)
         if needed != "open":
             connection.authenticated()
-        return caller
+        return caller, headers
+
+    def whole_body(self, headers: RequestHeaders, body: bytearray) -> bytes | None:
+        """The body of an admitted call that has arrived whole; None: it is long, and `read_body` is
+        to look at it.
+
+        Raises:
+            MediaTypeError
+        """
+        if len(body) > min(SMALL, self._most_of_call):
+            return None
+        if body:
+            _check_kind(headers.first.get(b"content-type", b""))
+        return bytes(body)
 
     async def read_body(
         self,
@@ -530,8 +544,8 @@ class AccessControl:
 
         Args:
             is_complete: it has arrived.
-            is_call: it is of a dialect's call, and may bring pictures: one that is longer than
-                `BIG` goes to `check_text` without them.
+            is_call: it is of a dialect's call, which may bring pictures. What it holds is checked
+                by whoever parses it: not again where it is known, or a picture.
 
         Raises:
             ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read,
@@ -556,9 +570,8 @@ class AccessControl:
                 raise ClientTimeoutError(
                     f"the request's body did not arrive within {timeout_s:g} s; send it at once"
                 ) from e
-        is_with_pictures = is_call and self._takes_pictures and len(body) > BIG
-        if len(body) > SMALL and not is_with_pictures:
-            await check_holdings(scope["path"], body, self._threads)
+        if not is_call:
+            await self.check_holdings(scope["path"], body)
         return body
 
     async def check_text(self, path: str, text: bytes) -> None:
@@ -573,8 +586,16 @@ class AccessControl:
                 f"{most} (gateway.max_body_bytes)",
                 None,
             )
-        if len(text) > SMALL:
-            await check_holdings(path, text, self._threads)
+        await self.check_holdings(path, text)
+
+    async def check_holdings(self, path: str, body: bytes) -> None:
+        """Check how much a body holds.
+
+        Raises:
+            BodyTooLargeError: it holds more than one may.
+        """
+        if len(body) > SMALL:
+            await check_holdings(path, body, self._threads)
 
     async def _read(self, receive: Receive, kind: bytes, most: int) -> bytes:
         pieces: list[bytes] = []
@@ -586,12 +607,8 @@ class AccessControl:
             pieces.append(message.get("body", b""))
             size += len(pieces[-1])
             has_more = message.get("more_body", False)
-            if size and not _is_json(kind):
-                raise MediaTypeError(
-                    f"the body came as {kind.decode('latin-1') or 'nothing'!r:.80}; send "
-                    "it with the header content-type: application/json (curl --json does)",
-                    None,
-                )
+            if size:
+                _check_kind(kind)
             if size > most:
                 limit = "gateway.max_body_bytes"
                 if most < self._config.max_body_bytes:
@@ -651,6 +668,19 @@ def _take_key(scope: Scope) -> None:
         scope["headers"] = [*scope["headers"], *keys]
         rest = [(name, value) for name, value in named if name != "key"]
         scope["query_string"] = urlencode(rest).encode()
+
+
+def _check_kind(kind: bytes) -> None:
+    """
+    Raises:
+        MediaTypeError: a body of this media type is none of JSON.
+    """
+    if not _is_json(kind):
+        raise MediaTypeError(
+            f"the body came as {kind.decode('latin-1') or 'nothing'!r:.80}; send "
+            "it with the header content-type: application/json (curl --json does)",
+            None,
+        )
 
 
 @lru_cache(maxsize=256)

@@ -92,14 +92,25 @@ class _App(FastAPI):
         services, scope = self._services, call.scope
         endpoint, _, needed, call.url = call.found
         try:
-            await services.engine.pace.enter()  # before any work is done for it
+            if (turn := services.engine.pace.turn(is_new=True)) is not None:
+                await turn  # before any work is done for it
             if self._cors is not None:
                 call.common_headers = await _cors_headers(self._cors, scope)
-            connection, access = call.connection, services.access
-            call.caller = access.admit(scope, connection, needed, call.url)
-            call.content = await access.read_body(
-                scope, call.receive, needed, is_complete=not call.more_body, is_call=True
-            )
+            access, body = services.access, None
+            call.caller, call.headers = access.admit(scope, call.connection, needed, call.url)
+            if not call.more_body:
+                body = access.whole_body(call.headers, call.body)
+            if body is not None:
+                call.body.clear()
+            else:
+                body = await access.read_body(
+                    scope,
+                    call.receive,
+                    needed,
+                    is_complete=not call.more_body,
+                    is_call=isinstance(endpoint.body, str),
+                )
+            call.content = body
             await endpoint.handler(services, call)
         except ConnectionResetError:  # nobody is left to answer
             return
@@ -118,7 +129,7 @@ class _App(FastAPI):
         endpoint, params, needed, url = self._finder.find(scope["method"], path)
         try:
             connection, access = connection_of(scope), services.access
-            caller = access.admit(scope, connection, needed, url)
+            caller, _ = access.admit(scope, connection, needed, url)
             is_complete = connection.is_complete
             body = await access.read_body(scope, receive, needed, is_complete=is_complete)
             keep(scope, caller, body)

@@ -48,9 +48,31 @@ class Holdings(NamedTuple):
     """Members of containers, but for the first of each."""
 
 
+class Signs(NamedTuple):
+    """Counts of signs in a part of a JSON text, in its texts too. Those of a whole are the sum of
+    its parts'."""
+
+    quotes: int = 0
+    opened: int = 0
+    """Brackets and braces that open."""
+    commas: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> Signs:  # type: ignore[override]
+        return Signs(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def fit(self, path: str) -> bool:
+        """True if a body of this path certainly holds no more than one may."""
+        counted = Holdings((self.quotes + 1) // 2, self.opened, self.commas)
+        return all(n <= most for n, most in zip(counted, _most(path), strict=True))
+
+
 _MOST = Holdings(MAX_STRINGS, MAX_CONTAINERS, MAX_STRINGS)
 _MOST_WITH_IDS = _MOST._replace(values=MAX_NUMBERS)
 _NAMES = ("texts and keys", "objects and lists", "values")
+
+
+def _most(path: str) -> Holdings:
+    return _MOST_WITH_IDS if path.endswith(_WITH_IDS) else _MOST
 
 
 async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
@@ -59,7 +81,7 @@ async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
     Raises:
         BodyTooLargeError: the body holds more than one may.
     """
-    bounds = _MOST_WITH_IDS if path.endswith(_WITH_IDS) else _MOST
+    bounds = _most(path)
     is_wide = False
     if len(body) <= BIG:
         counted = holdings(body, bounds)
@@ -84,18 +106,20 @@ async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
 def holdings(body: bytes, bounds: Holdings) -> Holdings:
     """Count what a body holds. Texts count as if what they say were JSON, unless that exceeds the
     bounds."""
-    codes = np.frombuffer(body, np.uint8)
-    counted = _totals(codes)
+    signs = signs_in(body)
+    counted = Holdings((signs.quotes + 1) // 2, signs.opened, signs.commas)
     if all(n <= most for n, most in zip(counted, bounds, strict=True)):
         return counted
-    return _outside_strings(codes)
+    return _outside_strings(np.frombuffer(body, np.uint8))
 
 
 def _has_wide(body: bytes) -> bool:
     return not body.isascii() or b"\\u" in body
 
 
-def _totals(codes: np.ndarray) -> Holdings:
+def signs_in(text: bytes | memoryview) -> Signs:
+    """Count the signs of a part of a body."""
+    codes = np.frombuffer(text, np.uint8)
     n = dict.fromkeys((_QUOTE, _LIST, _OBJECT, _COMMA), 0)
     is_code: np.ndarray | None = getattr(_thread, "is_code", None)
     if is_code is None:  # one block for all bodies: its pages cost as much as the passes
@@ -104,7 +128,7 @@ def _totals(codes: np.ndarray) -> Holdings:
         piece = codes[start : start + BIG]
         for code in n:
             n[code] += int(np.count_nonzero(np.equal(piece, code, out=is_code[: len(piece)])))
-    return Holdings((n[_QUOTE] + 1) // 2, n[_LIST] + n[_OBJECT], n[_COMMA])
+    return Signs(n[_QUOTE], n[_LIST] + n[_OBJECT], n[_COMMA])
 
 
 def _outside_strings(codes: np.ndarray) -> Holdings:

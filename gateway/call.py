@@ -38,6 +38,7 @@ from typing import TypeAlias
 import numpy as np
 
 from stepwell.backends.engines.api import PromptPictures, Sampling
+from stepwell.datapool.codec import JsonMetadata
 from stepwell.datapool.errors import (
     DamagedFileError,
     DataPoolError,
@@ -249,11 +250,12 @@ class Calls:
         self, trajectories: Sequence[LiveTrajectory], found: Sequence[Sequence[Call | None]]
     ) -> None:
         """Count what is repeated, and check that the trajectories may have what is new."""
-        n_new: Counter[LiveTrajectory] = Counter()
+        n_new: dict[LiveTrajectory, int] = {}
         for trajectory, calls in zip(trajectories, found, strict=True):
             n = calls.count(None)
-            self.counts["retries"] += len(calls) - n
-            n_new[trajectory] += n
+            if n < len(calls):
+                self.counts["retries"] += len(calls) - n
+            n_new[trajectory] = n_new.get(trajectory, 0) + n
         for trajectory, n in n_new.items():
             self.limits.check_turns(trajectory.steps + len(trajectory.in_flight), n)
 
@@ -391,8 +393,11 @@ class Calls:
             if live.why_cancelled is not None:
                 raise live.why_cancelled
             if not live.is_generated:
-                async with self.limits:
+                await self.limits.enter()
+                try:
                     await self._generate(trajectory, live)
+                finally:
+                    self.limits.leave()
             live.state = "committing"
             stored = None
             if live.request.stores_step:
@@ -583,27 +588,32 @@ class Calls:
         }
         if sampling.min_p > 0:
             params["min_p"] = sampling.min_p
-        metadata = {
-            "call_id": call.uid,
-            "dialect": live.dialect,
-            NOTE: note.as_json(),
-            MESSAGES: messages,
-            DUPLICATE_OF: live.duplicate_of,
-            SUPERSEDES: superseded or None,
-            UNSEEN: call.is_unseen or None,
-            "timing": live.timing,
-            "thinking": self.thinking if live.has_reasoning else None,
-            # 0: it might have called one.
-            "tool_calls": (
-                len(reply.tool_calls) if request.tools and request.parse_tools else None
-            ),
-            "sampling_params": params,
+        metadata = JsonMetadata(call_id=call.uid, dialect=live.dialect)
+        metadata[NOTE] = note.as_json()
+        if messages is not None:
+            metadata[MESSAGES] = messages
+        if live.duplicate_of is not None:
+            metadata[DUPLICATE_OF] = live.duplicate_of
+        if superseded:
+            metadata[SUPERSEDES] = superseded
+        if call.is_unseen:
+            metadata[UNSEEN] = True
+        if live.timing is not None:
+            metadata["timing"] = live.timing
+        if live.has_reasoning:
+            metadata["thinking"] = self.thinking
+        if request.tools and request.parse_tools:
+            metadata["tool_calls"] = len(reply.tool_calls)  # 0: it might have called one
+        metadata["sampling_params"] = params
+        if request.constraint is not None:
             # Log-probs are those of the unconstrained policy; the samples are not its own.
-            "constraint": None if request.constraint is None else request.constraint[0],
-            "forced_tool": request.forced_tool,
-            "prefilled": True if request.prefill else None,
-            "branch": request.cause,
-        }
+            metadata["constraint"] = request.constraint[0]
+        if request.forced_tool is not None:
+            metadata["forced_tool"] = request.forced_tool
+        if request.prefill:
+            metadata["prefilled"] = True
+        if request.cause is not None:
+            metadata["branch"] = request.cause
         extended = None if parent is None else parent.nearest()
         # Not checked again: ids are the tokenizer's or the request's, which were read as int32, and
         # what was sampled is checked as it is read (`engine/generation.py`).
@@ -616,7 +626,7 @@ class Calls:
             index,
             generation.policy_version,
             False,  # is_last
-            {name: value for name, value in metadata.items() if value is not None},
+            metadata,
             generation.log_probs,
             generation.finish_reason,
             None if extended is None else extended.step_index,

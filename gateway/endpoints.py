@@ -56,7 +56,8 @@ class Endpoint(APIRoute):
         Args:
             method: GET answers HEAD as well.
             is_described: it stands in `/openapi.json`.
-            is_call: it is a call of a dialect, whose handler writes the answer itself.
+            is_call: it is a call of a dialect, or as frequent; its handler writes the answer
+                itself.
         """
         self.method, self.access, self.handler, self.body = method, access, handler, body
         self.is_call = is_call
@@ -241,6 +242,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "agent",
         life.complete_trajectory,
         life.CompleteTrajectory,
+        is_call=True,
     ),
     Endpoint(
         "POST", f"{UNDER}/abort_trajectory", "agent", life.abort_trajectory, life.AbortTrajectory

@@ -24,6 +24,9 @@ import http
 import logging
 import math
 from collections.abc import Mapping, Sized
+from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Protocol
 
 import httptools
@@ -44,7 +47,7 @@ from stepwell.gateway.errors import (
     HeaderTooLargeError,
     TooManyConnectionsError,
 )
-from stepwell.gateway.web import CONNECTION, Closing, Losing, error_body
+from stepwell.gateway.web import CONNECTION, Closing, Losing, RequestHeaders, error_body
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +92,9 @@ class ConnectionLimits:
             del self._strangers[peer]
 
 
+_FORWARDED = frozenset((b"x-forwarded-for", b"x-forwarded-proto"))
+"""Headers that uvicorn's `app` reads."""
+_NAME = itemgetter(0)
 CALL = "stepwell.call"
 """Extension of a scope: its `DirectCall`."""
 
@@ -110,37 +116,44 @@ class DirectCall(RequestResponseCycle):
     scope: Any
     receive: Any
     caller: Principal
+    headers: RequestHeaders
     url: Named | None
     """The trajectory that its URL names."""
     content: bytes
     """The body, until its handler takes it."""
+    common_headers = b""
+    """Headers of every answer to it, as lines."""
+    # uvicorn's own, as they are at first.
+    access_log = disconnected = False
+    more_body = True
+    response_started = response_complete = False
+    chunked_encoding = None
+    expected_content_length = 0
+    default_headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012 - nobody adds to it
 
     def __init__(
-        self, connection: HttpProtocol, found: Any, keep_alive: bool, is_forwarded: bool
+        self,
+        connection: HttpProtocol,
+        scope: dict[str, Any],
+        found: Any,
+        keep_alive: bool,
+        is_forwarded: bool,
     ) -> None:
         """
         Args:
             found: the application's `find_call` of its path.
             is_forwarded: a proxy says for whom it asks.
         """
-        super().__init__(
-            scope=connection.scope,
-            transport=connection.transport,
-            flow=connection.flow,
-            logger=connection.logger,
-            access_logger=connection.access_logger,
-            access_log=False,
-            default_headers=[],
-            message_event=asyncio.Event(),
-            expect_100_continue=connection.expect_100_continue,
-            keep_alive=keep_alive,
-            on_response=connection.on_response_complete,
-        )
+        self.scope, self.transport, self.flow = scope, connection.transport, connection.flow
+        self.logger, self.access_logger = connection.logger, connection.access_logger
+        self.message_event = asyncio.Event()
+        self.waiting_for_100_continue = connection.expect_100_continue
+        self.keep_alive = keep_alive
+        self.on_response = connection.on_response_complete
+        self.body = bytearray()
         self.connection = connection
         self.found = found
         self._is_forwarded = is_forwarded
-        self.common_headers = b""
-        """Headers of every answer to it, as lines."""
 
     async def run_asgi(self, app: Any) -> None:
         """Answer it. uvicorn's `app` rewrites what a proxy says of its client, and comes back to
@@ -179,11 +192,9 @@ class DirectCall(RequestResponseCycle):
         self._write(b"%b%b0\r\n\r\n" % (head, chunk))
 
     def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if lines.count("\r") + lines.count("\n") != 2 * len(headers):
-            raise ValueError(f"a header of the answer has a line break: {lines!r:.200}")
         closing = b"" if self.keep_alive else b"connection: close\r\n"
-        return STATUS_LINE[status] + lines.encode("latin-1") + self.common_headers + closing
+        lines = _lines(tuple(headers.items()))
+        return b"%b%b%b%b" % (STATUS_LINE[status], lines, self.common_headers, closing)
 
     def _write(self, data: bytes) -> None:
         """Write the end of the answer."""
@@ -194,6 +205,15 @@ class DirectCall(RequestResponseCycle):
         if not self.keep_alive:
             self.transport.close()
         self.on_response()
+
+
+@lru_cache(maxsize=4096)
+def _lines(headers: tuple[tuple[str, str], ...]) -> bytes:
+    """Lines of headers. Those of a trajectory's answers are mostly the same."""
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+    if lines.count("\r") + lines.count("\n") != 2 * len(headers):
+        raise ValueError(f"a header of the answer has a line break: {lines!r:.200}")
+    return lines.encode("latin-1")
 
 
 class _Flow(FlowControl):
@@ -232,6 +252,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._n_loose = 0
         """Bytes since that happened last: of a head, of trailers, of nothing."""
         self._timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+        """Time at which the last answer was complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -292,7 +314,6 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._has_moved = False
-        self._unset_keepalive_if_required()
         unread: bytes | None = data
         while unread is not None:
             try:
@@ -327,17 +348,14 @@ class HttpProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", rest])
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = b"", [], False
         self._has_moved = self._is_in_head = True
         self.handed = None
-        extensions: dict[str, Any] = {CONNECTION: self}
-        self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        n, is_forwarded = len(self.url), False
-        for name, value in self.headers:
-            n += len(name) + len(value) + 4
-            is_forwarded = is_forwarded or name.startswith(b"x-forwarded-")
+        headers = self.headers
+        n = len(self.url) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
+        is_forwarded = not _FORWARDED.isdisjoint(map(_NAME, headers))
         if n > self._limits.max_header_bytes:
             refused = self._too_large()
             self._refuse(refused)
@@ -352,6 +370,11 @@ class HttpProtocol(HttpToolsProtocol):
         path = routing_path(url.path)
         found = self.app_of_calls.find_call(path) if method == b"POST" else None
         if found is None:
+            asked = self.url, self.headers, self.expect_100_continue
+            super().on_message_begin()  # makes the scope
+            self.url, self.headers, self.expect_100_continue = asked
+            extensions: dict[str, Any] = {CONNECTION: self}
+            self.scope |= {"headers": self.headers, "extensions": extensions}
             super().on_headers_complete()
         else:
             self._take_call(found, path, url, is_forwarded)
@@ -359,13 +382,23 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _take_call(self, found: Any, path: str, url: Any, is_forwarded: bool) -> None:
         """Start a call, or queue it behind the request that is being answered."""
-        scope, version = self.scope, self.parser.get_http_version()
-        scope["method"], scope["http_version"] = "POST", version
-        scope["path"], scope["raw_path"] = path, url.path
-        scope["query_string"] = url.query or b""
+        version = self.parser.get_http_version()
+        scope = {
+            "type": "http",
+            "http_version": version,
+            "method": "POST",
+            "scheme": self.scheme,
+            "server": self.server,
+            "client": self.client,
+            "path": path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self.headers,
+            "extensions": {CONNECTION: self},
+        }
         before = self.cycle
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
-        self.cycle = call = DirectCall(self, found, keep_alive, is_forwarded)
+        self.cycle = call = DirectCall(self, scope, found, keep_alive, is_forwarded)
         if before is None or before.response_complete:
             self._start_asgi_task(call, self.app)
         else:
@@ -385,9 +418,33 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
+            else:
+                self._idle_since = self.loop.time()
+                if self.timeout_keep_alive_task is None:
+                    self._close_idle_in(self.timeout_keep_alive)
         if self.cycle.response_complete and self.cycle.more_body:
             self._end()
+
+    def _close_idle_in(self, seconds: float) -> None:
+        # It runs on while requests come: one for each of them would cost as much as its head.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            seconds, self.timeout_keep_alive_handler
+        )
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._is_served or self._timer is not None:
+            return  # the end of the next answer sets it again
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._close_idle_in(left)
+        else:
+            super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         if not self._is_refused:

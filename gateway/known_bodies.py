@@ -2,21 +2,23 @@
 byte, is not read again: the beginning of a conversation, and tools.
 
     body   {"messages":[ … 60,000 tokens … ,{reply},{new message}],"tools":[ … ],"max_tokens":64}
-           └── as before: one digest ───┘ └─ read ─────────────┘         └ as before ┘└─ read ┘
+           └── as before: one digest ───┘ └─ read ─────────────┘└ as before: a frame's end ────┘
     call   KnownMessages(prefix, [system], [reply, new message]), Tools
 
 Each request leaves marks where an assistant's turn may follow (`dialects.base.Cut`): a digest of
 its bytes up to there, and the conversation's keys. A body that begins with the bytes of a mark goes
-through its dialect without them. If anything stands in the way, all of it does, so what is wrong
-with a body is always told of the whole one.
+through its dialect without them. What surrounds the list is the request's frame. If it is that of
+the request which left the mark, its fields are known as well, and the new items are all that is
+parsed; else so are the fields, but for tools that some other request had. If anything stands in the
+way, all of a body goes through its dialect, so what is wrong is always told of the whole.
 
 Marks hold no text, and serve only the trajectory, or the caller, whose request left them. Their
 digests are XXH3 with a secret seed, so nobody can make two texts that have the same one. What is
 stored and what tells callers apart stays BLAKE2; a mark holds its state, so that the digest of a
 long body, too, costs what is new.
 
-Owns: marks, the memory of tools, a body's digest. Does not own: fields (`dialects/`), which turn is
-extended (`tokens/graph.py`).
+Owns: marks, the memory of frames and of tools, a body's digest. Does not own: fields
+(`dialects/`), which turn is extended (`tokens/graph.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from cachetools import LRUCache
 from xxhash import xxh3_128
 
 from stepwell.gateway.access import Named, Principal
+from stepwell.gateway.bodies import Signs, signs_in
 from stepwell.gateway.dialects.base import KEPT_CUTS, Cut, Dialect, Known, Parsed
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.pictures import RequestPictures
@@ -52,6 +55,9 @@ MAX_TRIES = 2
 """Marks that are tried, the longest first, before the whole body is read."""
 MAX_TOOL_BYTES = 4 * 1024 * 1024
 """Texts of known tools; what is made of them takes some five times as much."""
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+"""Ends of known frames, each with `FRAME_BYTES` for the fields."""
+FRAME_BYTES = 2048
 _SEED = secrets.randbits(64)
 _NEW = f"new-{secrets.token_hex(8)}"
 """Name of the list in a body without its known items. Nobody can guess it, so a body with a second
@@ -77,6 +83,10 @@ class _Mark(msgspec.Struct, frozen=True, gc=False):
     prefix: Prefix
     tools: bytes
     """Digest of the tools that came with it."""
+    frame: bytes
+    """Digest of its frame."""
+    signs: Signs
+    """Of its bytes up to there."""
     body: Any
     """State of `body_digest` there."""
 
@@ -84,6 +94,21 @@ class _Mark(msgspec.Struct, frozen=True, gc=False):
 class _KnownTools(NamedTuple):
     text: bytes
     read: Any
+    """`Parsed.tools`."""
+
+
+class _Frame(NamedTuple):
+    """A body without the items of its list."""
+
+    end: bytes
+    """Bytes behind the last item."""
+    signs: Signs
+    """Of `end`."""
+    fields: dict[str, Any]
+    """All but the list and the tools, as they were sent."""
+    params: Any
+    """`Known.params`, without both."""
+    tools: Any
     """`Parsed.tools`."""
 
 
@@ -100,6 +125,10 @@ class _Read(NamedTuple):
     spans: _Spans
     tools: bytes
     """Digest of its tools."""
+    fields: dict[str, Any]
+    """As they were sent, the list among them."""
+    params: Any
+    """`Known.params`."""
 
 
 @dataclass(slots=True)
@@ -112,6 +141,8 @@ class _Text:
     """State of the marks' digest at the mark."""
     missing: int = 0
     """Bytes of the body that are missing before the new items."""
+    frame: _Frame | None = None
+    """Frame of the body; `text` is the list alone then."""
 
     @property
     def n_kept(self) -> int:
@@ -133,39 +164,85 @@ class KnownBodies:
             MAX_TOOL_BYTES, lambda known: len(known.text)
         )
         """By dialect and digest."""
+        self._frames: LRUCache[Hashable, _Frame] = LRUCache(
+            MAX_FRAME_BYTES, lambda frame: FRAME_BYTES + len(frame.end)
+        )
+        """By dialect and digest."""
         self.n_known = 0
         """Requests whose beginning was known."""
+        self.n_framed = 0
+        """Those of which the frame was known as well."""
 
     def forget(self) -> None:
         """Let go of all text."""
         self._tools.clear()
+        self._frames.clear()
 
     def read(
         self,
         dialect: Dialect,
         body: bytes,
+        path: str,
         reader: Principal,
         url: Named | None,
         pictures: RequestPictures | None = None,
     ) -> Parsed | None:
-        """Parse a body of `LEAST_BYTES` or more; None: the dialect is to read all of it, and to say
-        what is wrong with it.
+        """Parse a body of `LEAST_BYTES` or more whose beginning is known; None: it is none.
 
         Args:
+            path: of the request, which says how much its body may hold (`bodies.py`).
             url: the trajectory that the request's URL names.
             pictures: those that were taken out of the body.
         """
-        if dialect.list_name is None:
-            return None
-        place = dialect.name, url or (reader, body[:BEGINNING_BYTES])
-        passed = _passed(self._marks.get(place, ()), body)
-        texts = [_without_known(body, *each) for each in passed[: -1 - MAX_TRIES : -1]]
-        for text in (*texts, _Text(body, None, xxh3_128(seed=_SEED))):
+        passed = _passed(self._marks.get(_place(dialect, body, reader, url), ()), body)
+        for mark, state in passed[: -1 - MAX_TRIES : -1]:
+            text = self._behind(dialect, body, mark, state, path)
             if text is not None and (read := self._read(dialect, body, text, reader, pictures)):
-                self.n_known += text.mark is not None
-                older = [mark for mark, _ in passed if mark is not text.mark]
-                return self._reading(dialect, body, text, read, place, older)
+                self.n_known += 1
+                self.n_framed += text.frame is not None
+                older = [each for each, _ in passed if each is not mark]
+                return self._reading(dialect, body, text, read, reader, url, older)
         return None
+
+    def read_new(
+        self,
+        dialect: Dialect,
+        body: bytes,
+        path: str,
+        reader: Principal,
+        url: Named | None,
+        pictures: RequestPictures | None = None,
+    ) -> Parsed | None:
+        """Parse a body whose beginning is not known and which holds no more than one may; None: the
+        dialect is to read all of it, and to say what is wrong with it. Arguments as of `read`."""
+        text = _Text(body, None, xxh3_128(seed=_SEED))
+        if (read := self._read(dialect, body, text, reader, pictures)) is None:
+            return None
+        return self._reading(dialect, body, text, read, reader, url, ())
+
+    def _behind(
+        self, dialect: Dialect, body: bytes, mark: _Mark, state: Any, path: str
+    ) -> _Text | None:
+        """The rest of a body that begins with the bytes of a mark; None: nothing follows them, or
+        the whole may hold too much."""
+        frame = self._frames.get((dialect.name, mark.frame))
+        if frame is not None and not body.endswith(frame.end):
+            frame = None
+        end = len(body) - (0 if frame is None else len(frame.end))
+        rest = body[mark.n_bytes : end]
+        signs = mark.signs + signs_in(rest) + (Signs() if frame is None else frame.signs)
+        rest = rest.lstrip(_BLANK)
+        if not rest.startswith(b",") or not signs.fit(path):
+            return None
+        kept = body[mark.list_at : mark.kept_to]
+        kept += b"," * bool(kept)
+        if frame is None:
+            begin = b'%b"%b":[%b' % (body[: mark.name_at], _NEW.encode(), kept)
+            text = begin + rest[1:]
+        else:
+            text = b"[%b%b]" % (kept, rest[1:])
+        missing = end - len(text) + (frame is not None)
+        return _Text(text, mark, state, missing, frame)
 
     def _read(
         self,
@@ -176,29 +253,37 @@ class KnownBodies:
         pictures: RequestPictures | None,
     ) -> _Read | None:
         """Parse `text`, and find its parts; None: the whole body is to be read."""
-        mark = text.mark
+        mark, frame = text.mark, text.frame
         name = dialect.list_name or ""
-        if (spans := _spans(text.text, name if mark is None else _NEW)) is None:
-            return None
-        rest, tools_digest, tools = text.text, b"", None
-        if spans.tools is not msgspec.UNSET:
-            sent = bytes(spans.tools)
-            tools_digest = xxh3_128(sent, seed=_SEED).digest()
-            known_tools = self._tools.get((dialect.name, tools_digest))
-            if known_tools is not None and known_tools.text == sent:
-                at, tools = _offset(spans.tools, rest), known_tools.read
-                rest = b"%bnull%b" % (rest[:at], rest[at + len(sent) :])
-        if mark is not None and mark.tools != tools_digest:
-            return None
+        cuts = deque[Cut](maxlen=KEPT_CUTS)
+        known = Known(text.start, text.n_kept, cuts=cuts, pictures=pictures)
         try:
-            said = parse_object(rest)
-            if mark is not None:
-                if name in said:  # a second list, which would be the one that counts
+            if mark is not None and frame is not None:
+                spans, tools_digest = _Spans(_items.decode(text.text), msgspec.UNSET), mark.tools
+                items = parse_object(b'{"":%b}' % text.text)[""]
+                said = {**frame.fields, name: items}
+                known.tools, known.params = frame.tools, frame.params
+            else:
+                found = _spans(text.text, name if mark is None else _NEW)
+                if found is None:
                     return None
-                said[name] = said.pop(_NEW)
-            known = Known(text.start, text.n_kept, tools, deque(maxlen=KEPT_CUTS), pictures)
+                spans, rest, tools_digest = found, text.text, b""
+                if spans.tools is not msgspec.UNSET:
+                    sent = bytes(spans.tools)
+                    tools_digest = xxh3_128(sent, seed=_SEED).digest()
+                    known_tools = self._tools.get((dialect.name, tools_digest))
+                    if known_tools is not None and known_tools.text == sent:
+                        at, known.tools = _offset(spans.tools, rest), known_tools.read
+                        rest = b"%bnull%b" % (rest[:at], rest[at + len(sent) :])
+                if mark is not None and mark.tools != tools_digest:
+                    return None
+                said = parse_object(rest)
+                if mark is not None:
+                    if name in said:  # a second list, which would be the one that counts
+                        return None
+                    said[name] = said.pop(_NEW)
             parsed = dialect.parse(said, reader, known)
-        except GatewayError:
+        except (GatewayError, msgspec.MsgspecError, RecursionError):
             return None
         if mark is not None:
             n_begin = parsed.n_outside + text.n_kept
@@ -218,7 +303,7 @@ class KnownBodies:
                 return dialect.parse(parse_object(body), reader, known).call.messages
 
             parsed.call.messages = KnownMessages(mark.prefix, begin, new, whole, len(body))
-        return _Read(parsed, tuple(known.cuts or ()), spans, tools_digest)
+        return _Read(parsed, tuple(cuts), spans, tools_digest, said, known.params)
 
     def _reading(
         self,
@@ -226,19 +311,22 @@ class KnownBodies:
         body: bytes,
         text: _Text,
         read: _Read,
-        place: Hashable,
+        reader: Principal,
+        url: Named | None,
         older: Sequence[_Mark],
     ) -> Parsed:
-        parsed, cuts, spans, tools_digest = read
+        parsed, cuts, spans, tools_digest = read[:4]
         mark, state = text.mark, text.state
         ends = [*_ends(text, spans, cuts)]
         at, view = 0 if mark is None else mark.n_bytes, memoryview(body)
         whole = hashlib.blake2b(digest_size=16) if mark is None else mark.body.copy()
+        signs = Signs() if mark is None else mark.signs
         digests = []
         for end, cut in ends:
             state.update(view[at:end])
             whole.update(view[at:end])
-            digests.append((end, state.digest(), cut, whole.copy()))
+            signs += signs_in(view[at:end])
+            digests.append((end, state.digest(), cut, signs, whole.copy()))
             at = end
         whole.update(view[at:])
         if mark is None:
@@ -254,6 +342,9 @@ class KnownBodies:
                     self._tools[dialect.name, tools_digest] = known
             if shape is None:
                 return
+            frame = b"" if mark is None else mark.frame
+            if text.frame is None:
+                frame = self._keep_frame(dialect, body, text, read, shape[1])
             keys = call.keys
             begin = keys.after(n_begin) or (mark.prefix.begin if mark is not None else keys.root)
             new = [
@@ -265,17 +356,41 @@ class KnownBodies:
                     n_begin,
                     Prefix(n, begin, key),
                     tools_digest,
+                    frame,
+                    signs,
                     state,
                 )
-                for end, digest, cut, state in digests
+                for end, digest, cut, signs, state in digests
                 if (key := keys.after(n := parsed.n_outside + cut.n_messages)) is not None
             ]
             gone = {each.digest for each in (*older, *new)}
+            place = _place(dialect, body, reader, url)
             others = [each for each in self._marks.get(place, ()) if each.digest not in gone]
             self._marks[place] = [*others, *new][-MAX_MARKS:]
 
         parsed.digest, parsed.remember = whole.hexdigest(), remember
         return parsed
+
+    def _keep_frame(
+        self, dialect: Dialect, body: bytes, text: _Text, read: _Read, list_at: int
+    ) -> bytes:
+        """Remember the frame of a body whose list begins at this byte; its digest."""
+        last = read.spans.items[-1]
+        end = body[_offset(last, text.text) + len(bytes(last)) + text.missing :]
+        digest: bytes = xxh3_128(body[:list_at] + end, seed=_SEED).digest()
+        if read.params is not None and (dialect.name, digest) not in self._frames:
+            left_out: dict[str, Any] = {dialect.list_name or "": [], "tools": None}
+            fields = {k: None if k == "tools" else v for k, v in read.fields.items()}
+            del fields[dialect.list_name or ""]
+            params = read.params.model_copy(update=left_out)
+            frame = _Frame(end, signs_in(end), fields, params, read.parsed.tools)
+            with suppress(ValueError):
+                self._frames[dialect.name, digest] = frame
+        return digest
+
+
+def _place(dialect: Dialect, body: bytes, reader: Principal, url: Named | None) -> Hashable:
+    return dialect.name, url or (reader, body[:BEGINNING_BYTES])
 
 
 def _passed(marks: Iterable[_Mark], body: bytes) -> list[tuple[_Mark, Any]]:
@@ -293,17 +408,6 @@ def _passed(marks: Iterable[_Mark], body: bytes) -> list[tuple[_Mark, Any]]:
     return passed
 
 
-def _without_known(body: bytes, mark: _Mark, state: Any) -> _Text | None:
-    """The body without the items before `mark`; None: nothing follows them."""
-    rest = body[mark.n_bytes :].lstrip(_BLANK)
-    if not rest.startswith(b","):
-        return None
-    kept = body[mark.list_at : mark.kept_to]
-    begin = b'%b"%b":[%b' % (body[: mark.name_at], _NEW.encode(), kept + b"," * bool(kept))
-    text = begin + rest[1:]
-    return _Text(text, mark, state, len(body) - len(text))
-
-
 def _spans(text: bytes, list_name: str) -> _Spans | None:
     """Items of the list and tools, as they stand in `text`; None: there is no such list."""
     try:
@@ -311,6 +415,9 @@ def _spans(text: bytes, list_name: str) -> _Spans | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return _Spans(found.items, found.tools)
+
+
+_items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 @cache

@@ -32,11 +32,12 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
+from stepwell.gateway.http_protocol import DirectCall
 from stepwell.gateway.replicas import FORGET_HEADER
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.trajectory.store import NotKept
 from stepwell.gateway.trajectory.trajectory import more_rewards
-from stepwell.gateway.web import OrjsonResponse
+from stepwell.gateway.web import OrjsonResponse, parse_object
 
 MAX_LABEL, MAX_CORRECTION = 256, 65_536
 """Characters of a feedback, which stays in memory with its trajectory."""
@@ -252,14 +253,15 @@ async def abort_trajectory(request: Request, body: AbortTrajectory) -> Response:
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
 
 
-async def complete_trajectory(request: Request, body: CompleteTrajectory) -> Response:
+async def complete_trajectory(services: Services, call: DirectCall) -> None:
     """The trajectory is over, with its reward; null leaves it to the trainer's reward function."""
-    services, caller = services_of(request), caller_of(request)
-    trajectory_uid, prompt_uid = _by_url(request)
-    trajectory = services.trajectories.get(trajectory_uid, prompt_uid, caller, is_to_end=True)
+    body, caller = CompleteTrajectory.read(parse_object(call.content)), call.caller
+    if call.url is None:
+        raise RuntimeError("the path names no trajectory")
+    trajectory = services.trajectories.get(*call.url, caller, is_to_end=True)
     with services.outcomes.counts_refusal():
         outcome = await trajectory.complete(body.reward, body.metadata, body.step_rewards, caller)
-    return await completed(services, caller, trajectory_uid, outcome)
+    call.respond(await completed(services, caller, trajectory.uid, outcome))
 
 
 def _by_url(request: Request) -> Named:

@@ -23,19 +23,19 @@ Does not own: sizes and times of bodies (`access.py`); how an engine schedules w
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
+from types import TracebackType
+from typing import Any
 
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
 
 
 class CallLimits:
-    """All of one event loop: `async with limits: …` runs one call. Owned by the app's lifespan.
-
-    Raises (on entering):
-        RateLimitedError: no place became free within `gateway.queue_timeout_s`.
-    """
+    """All of one event loop: a call runs between `enter` and `leave`. Owned by the app's
+    lifespan."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -43,7 +43,11 @@ class CallLimits:
         self._places = None if most is None else asyncio.Semaphore(most)
         self._running = self._waiting = self._refused = 0
 
-    async def __aenter__(self) -> None:
+    async def enter(self) -> None:
+        """
+        Raises:
+            RateLimitedError: no place became free within `gateway.queue_timeout_s`.
+        """
         if self._places is not None:
             if self._places.locked():
                 await self._wait(self._places)
@@ -51,7 +55,7 @@ class CallLimits:
                 await self._places.acquire()
         self._running += 1
 
-    async def __aexit__(self, *_: object) -> None:
+    def leave(self) -> None:
         self._running -= 1
         if self._places is not None:
             self._places.release()
@@ -90,6 +94,100 @@ class CallLimits:
             self._waiting -= 1
 
 
+# -- deadlines -------------------------------------------------------------------------------
+
+LEAST_PAUSE_S = 0.005
+"""Between two looks at the clock."""
+
+
+class Deadlines:
+    """Deadlines of one event loop, with one timer for all: a timer for each call costs as much as
+    to send what the call sends."""
+
+    def __init__(self) -> None:
+        self._open: set[Deadline] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._next = math.inf
+        """Time of the timer."""
+
+    def at(self, when: float) -> Deadline:
+        """`with deadlines.at(when): …` raises TimeoutError at that time of the event loop's clock,
+        as `asyncio.timeout_at` does."""
+        return Deadline(self, when)
+
+    def enter(self, deadline: Deadline) -> None:
+        self._open.add(deadline)
+        self.watch(deadline.when)
+
+    def leave(self, deadline: Deadline) -> None:
+        self._open.discard(deadline)
+
+    def watch(self, when: float) -> None:
+        """See to it that the clock is looked at by this time."""
+        if when < self._next:
+            if self._timer is not None:
+                self._timer.cancel()
+            loop = asyncio.get_running_loop()
+            self._next = max(when, loop.time() + LEAST_PAUSE_S)
+            self._timer = loop.call_at(self._next, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer, self._next = None, math.inf
+        now, left = loop.time(), math.inf
+        for deadline in tuple(self._open):
+            if deadline.when <= now:
+                self._open.discard(deadline)
+                deadline.expire()
+            else:
+                left = min(left, deadline.when)
+        if self._open:
+            self.watch(left)
+
+
+class Deadline:
+    """The end of what its block may take. Only `Deadlines` makes them."""
+
+    __slots__ = ("_cancelling", "_deadlines", "_task", "expired", "when")
+
+    def __init__(self, deadlines: Deadlines, when: float) -> None:
+        self.when, self.expired = when, False
+        self._deadlines = deadlines
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
+
+    def __enter__(self) -> Deadline:
+        self._task = task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a deadline is a task's")
+        self._cancelling = task.cancelling()
+        self._deadlines.enter(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None
+        self._deadlines.leave(self)
+        if self.expired and task is not None:
+            # As `asyncio.timeout`: somebody else's cancellation of the task stays one.
+            is_its = task.uncancel() <= self._cancelling
+            if is_its and kind is not None and issubclass(kind, asyncio.CancelledError):
+                raise TimeoutError from error
+
+    def reschedule(self, when: float) -> None:
+        """End the block at another time."""
+        self.when = when
+        self._deadlines.watch(when)
+
+    def expire(self) -> None:
+        if self._task is not None:
+            self.expired = True
+            self._task.cancel()
+
+
 # -- pace ------------------------------------------------------------------------------------
 
 FIRST, MOST = 8, 32
@@ -113,21 +211,34 @@ class Pace:
 
     async def enter(self) -> None:
         """Begin, now or in a later turn in which nobody waits in `keep`."""
-        await self.keep(self._new)
-
-    async def keep(self, line: deque[asyncio.Future[None]] | None = None) -> None:
-        """Go on, now or in a later turn."""
-        line = self._waiting if line is None else line
-        loop = asyncio.get_running_loop()
-        if self._passed >= self._limit or self._waiting or line:
-            turn = loop.create_future()
-            line.append(turn)
+        if (turn := self.turn(is_new=True)) is not None:
             await turn
-            return
+
+    async def keep(self) -> None:
+        """Go on, now or in a later turn."""
+        if (turn := self.turn()) is not None:
+            await turn
+
+    def turn(self, *, is_new: bool = False) -> asyncio.Future[None] | None:
+        """Future to be awaited before one goes on; None: go on at once.
+
+        Args:
+            is_new: as `enter`, otherwise as `keep`.
+        """
+        if 0 < self._passed < self._limit and not self._waiting and not (is_new and self._new):
+            self._passed += 1
+            return None
+        line = self._new if is_new else self._waiting
+        if self._passed >= self._limit or self._waiting or line:
+            turn = asyncio.get_running_loop().create_future()
+            line.append(turn)
+            return turn
         if self._passed == 0:
             self._began = time.perf_counter()
+            loop = asyncio.get_running_loop()
             loop.call_soon(self._next, loop)  # behind all that passes in this turn
         self._passed += 1
+        return None
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         took = time.perf_counter() - self._began

@@ -35,6 +35,7 @@ from stepwell.gateway.errors import (
     PermissionDeniedError,
     PoolSilentError,
 )
+from stepwell.gateway.limits import Deadlines
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class PoolAccess:
         self.unrecorded: Counter[Unrecorded] = Counter()
         """Calls that were answered, by why they are not stored."""
         self._patience_s = tuning.pool_patience_s
+        self._deadlines = Deadlines()
         self.is_away = False
         """The pool failed a call and has not answered since."""
         self._owed: set[asyncio.Task[None]] = set()
@@ -77,10 +79,43 @@ class PoolAccess:
             "owed_aborts": len(self._owed),
         }
 
-    async def ask(self, answer: Awaitable[T], *, room: bool = False) -> T:
-        """Call `ask` with the gateway's time-out. `room`: the pool was told to wait for room in its
-        channel."""
-        return await ask(answer, self.timeout_s + self.room_s * room)
+    async def ask(
+        self, answer: Awaitable[T], *, room: bool = False, timeout_s: float | None = None
+    ) -> T:
+        """The pool's answer within `timeout_s`.
+
+        Args:
+            room: the pool was told to wait for room in its channel.
+            timeout_s: None: the gateway's.
+
+        Raises:
+            DataPoolError: the pool refuses what was sent. One of UNAVAILABLE: no answer, or one
+                that is not durable; whether the pool applied the call is not known, unless it is
+                full.
+            PermissionDeniedError: what the call is about has another owner.
+        """
+        if timeout_s is None:
+            timeout_s = self.timeout_s + self.room_s * room
+        try:
+            with self._deadlines.at(asyncio.get_running_loop().time() + timeout_s):
+                return await answer
+        except NotOwnerError as e:
+            raise PermissionDeniedError(str(e)) from e
+        except DataPoolError as e:
+            if isinstance(e, UNAVAILABLE) and not isinstance(e, PoolFullError):
+                log.warning("%s: %s", type(e).__name__, e)  # the client is not told
+            raise
+        except TimeoutError as e:
+            raise PoolSilentError(
+                f"the DataPool did not answer within {timeout_s:g} s (with "
+                "gateway.queue_timeout_s where a call may wait for room)"
+            ) from e
+        except Exception as e:  # whatever it is: to a client it means "not stored, try again"
+            # Its words may name nodes and files, which agents need not know.
+            log.warning("the DataPool did not answer (%s: %.2000s)", type(e).__name__, e)
+            raise PoolSilentError(
+                f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
+            ) from e
 
     async def complete(
         self,
@@ -158,7 +193,7 @@ class PoolAccess:
         while True:
             try:
                 abort = self.pool.abort_trajectory(uid, POOL_FAILURE, channel=channel)
-                await ask(abort, self._patience_s)
+                await self.ask(abort, timeout_s=self._patience_s)
             except UNAVAILABLE:
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -168,33 +203,3 @@ class PoolAccess:
                 log.exception("aborting %s failed", uid)
             self.is_away = False
             return
-
-
-async def ask(answer: Awaitable[T], timeout_s: float) -> T:
-    """The pool's answer within `timeout_s`.
-
-    Raises:
-        DataPoolError: the pool refuses what was sent. One of UNAVAILABLE: no answer, or one that is
-            not durable; whether the pool applied the call is not known, unless it is full.
-        PermissionDeniedError: what the call is about has another owner.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await answer
-    except NotOwnerError as e:
-        raise PermissionDeniedError(str(e)) from e
-    except DataPoolError as e:
-        if isinstance(e, UNAVAILABLE) and not isinstance(e, PoolFullError):
-            log.warning("%s: %s", type(e).__name__, e)  # the client is not told
-        raise
-    except TimeoutError as e:
-        raise PoolSilentError(
-            f"the DataPool did not answer within {timeout_s:g} s (with "
-            "gateway.queue_timeout_s where a call may wait for room)"
-        ) from e
-    except Exception as e:  # whatever it is: to a client it means "not stored, try again"
-        # Its words may name nodes and files, which agents need not know.
-        log.warning("the DataPool did not answer (%s: %.2000s)", type(e).__name__, e)
-        raise PoolSilentError(
-            f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
-        ) from e

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from cachetools import LRUCache
 
@@ -49,15 +49,21 @@ from stepwell.gateway.tokens.render import ChatRenderer, CutError
 
 T = TypeVar("T")
 
+SHORT_TOKENS = 4096
+"""Tokens of a conversation whose messages are kept, to be compared with the next request's. Of
+longer ones the body's bytes are known (`known_bodies.py`)."""
 CACHED_TOKENS = 4_000_000
 """Tokens of whole prompts that are kept, so that the rollouts of one prompt tokenise it once."""
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that doubles the time to make one
-class ChatRequest:
+_NOT_YET: Any = msgspec.UNSET
+"""A field that `Prompts.prepare` sets."""
+
+
+class ChatRequest(msgspec.Struct, eq=False):
     """A call in no dialect, from its body to its exact prompt. Sampling parameters are as asked;
     None takes the gateway's default. `Prompts.prepare` sets the fields of the prompt, from `ids`
-    on; a copy (`replace`) has none of them yet."""
+    on; a copy (`changed`) has none of them yet."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] | None = None
@@ -97,34 +103,39 @@ class ChatRequest:
     """Others go on between what the event loop does for it."""
     is_kept: bool = True
     """False: nothing of it outlives its answer in any memory here."""
-    began_at: float = field(default_factory=time.perf_counter)
+    began_at: float = msgspec.field(default_factory=time.perf_counter)
     """Time (`time.perf_counter()`) when the request had been read."""
     constraint_field: str = "response_format"
     """The request's own field that `constraint` came from, for the engine's refusal."""
     sources: RequestPictures | None = None
     """Pictures that its body brings."""
-    ids: TokenIds = field(init=False, repr=False)
+    ids: TokenIds = msgspec.field(default=_NOT_YET)
     """The exact prompt."""
-    new_ids: TokenIds = field(init=False, repr=False)
+    new_ids: TokenIds = msgspec.field(default=_NOT_YET)
     """The ids behind the parent's tokens; all of `ids` without a parent."""
-    pieces: Sequence[TokenIds] = field(init=False, repr=False)
+    pieces: Sequence[TokenIds] = msgspec.field(default=_NOT_YET)
     """Arrays that `ids` is made of: those of the turns before, and what is new."""
-    parent: Turn | None = field(init=False, repr=False)
+    parent: Turn | None = msgspec.field(default=_NOT_YET)
     """The turn that the prompt extends."""
-    n_known: int = field(init=False, repr=False)
+    n_known: int = msgspec.field(default=_NOT_YET)
     """Messages (or characters, or bytes) that the deepest turn covers which the request goes on
     from; the rest are new. That turn is the parent, if the template can extend it."""
-    cause: BranchCause | None = field(init=False, repr=False)
+    cause: BranchCause | None = msgspec.field(default=_NOT_YET)
     """Why nothing was extended; None for the first call and for extensions."""
-    forced: str = field(init=False, repr=False)
+    forced: str = msgspec.field(default=_NOT_YET)
     """The beginning of the reply, which the prompt ends with."""
-    n_forced: int = field(init=False, repr=False)
+    n_forced: int = msgspec.field(default=_NOT_YET)
     """Its ids."""
-    pictures: tuple[Picture, ...] = field(default=(), init=False, repr=False)
+    pictures: tuple[Picture, ...] = ()
     """All pictures of the prompt, in order."""
-    new_pictures: tuple[Picture, ...] = field(default=(), init=False, repr=False)
+    new_pictures: tuple[Picture, ...] = ()
     """Pictures in `new_ids`."""
-    _keys: Keys | None = field(default=None, init=False, repr=False)
+    _keys: Keys | None = None
+
+    def changed(self, **fields: Any) -> ChatRequest:
+        """A copy with other fields, whose prompt is not made yet."""
+        given = {name: getattr(self, name) for name in _ASKED}
+        return ChatRequest(**given | fields)
 
     @property
     def plain(self) -> str | bytes | None:
@@ -135,8 +146,13 @@ class ChatRequest:
     def keys(self) -> Keys:
         """Keys of its messages, under the root of all else that shapes the prompt. Made when they
         are asked for; of a copy with other messages or tools anew."""
+        return self.keys_from(None)
+
+    def keys_from(self, before: Keys | None) -> Keys:
+        """`keys`, which go on from those `before` if its conversation does."""
         if self._keys is None:
-            self._keys = Keys(root_key(self.tools, self.template_args or {}), self.messages)
+            root = root_key(self.tools, self.template_args or {})
+            self._keys = Keys(root, self.messages, before)
         return self._keys
 
     @property
@@ -146,6 +162,12 @@ class ChatRequest:
         while turn is not None:
             first, turn = turn.new_prompt_ids, turn.parent
         return len(first)
+
+
+_MADE = {"ids", "new_ids", "pieces", "parent", "n_known", "cause", "forced", "n_forced"}
+_MADE |= {"pictures", "new_pictures", "_keys"}
+_ASKED = tuple(f.name for f in msgspec.structs.fields(ChatRequest) if f.name not in _MADE)
+"""Fields of a request that are not made of the others."""
 
 
 class Prompts:
@@ -184,9 +206,9 @@ class Prompts:
         given, own = self._config.chat_template_args, request.template_args
         if given or own:
             read = {k: v for k, v in (own or {}).items() if k in self._template}
-            request = replace(request, template_args={**given, **read})
+            request = request.changed(template_args={**given, **read})
         if self._normalize.rules:
-            request = replace(request, messages=self._normalize(request.messages))
+            request = request.changed(messages=self._normalize(request.messages))
         return request
 
     def refuse_too_long(self, request: ChatRequest, context: int) -> None:
@@ -231,7 +253,7 @@ class Prompts:
                 none of the model's.
             ContextLengthError
         """
-        keys, plain = request.keys, request.plain
+        keys, plain = request.keys_from(graph.keys), request.plain
         attached, n_known, cause = graph.attach(keys.root, keys if plain is None else plain)
         if request.is_big:
             await asyncio.sleep(0)
@@ -259,6 +281,8 @@ class Prompts:
             _place_pictures(request, self.vision)
         request.pieces = [new_ids] if parent is None else [*parent.arrays(), new_ids]
         request.ids = join(request.pieces) if len(request.pieces) > 1 else new_ids
+        if request.is_kept and type(request.messages) is list and len(request.ids) <= SHORT_TOKENS:
+            graph.keys = keys
 
     async def _suffix(
         self, turn: Turn, request: ChatRequest, n_known: int, context: int | None
@@ -271,8 +295,10 @@ class Prompts:
         system = system_of(request.messages)
         new = request.messages[n_known:]
         shape = request.tools, request.template_args or {}
-        work = partial(self.renderer.suffix, turn, system, new, *shape, context)
-        return await self._offload(_length(new, *shape), work)
+        given = turn, system, new, *shape, context, request.keys.after(len(system))
+        if (n_chars := _length(new, *shape)) <= self._offload_chars:
+            return self.renderer.suffix(*given)
+        return await self._offload(n_chars, partial(self.renderer.suffix, *given))
 
     def forced_text(self, request: ChatRequest, prompt_ids: TokenIds) -> str:
         """The beginning of the reply that the request prescribes, behind this prompt."""
@@ -394,6 +420,10 @@ def _length(
     template_args: Mapping[str, Any],
 ) -> int:
     """About how many characters a template has to make of them."""
+    if not (tools or template_args) and all(
+        len(m) == 2 and type(m["content"]) is str for m in messages
+    ):
+        return sum([len(m["content"]) for m in messages])
     if isinstance(tools, Tools):
         n_tools = 0 if tools.is_written else tools.n_chars
         return len(dumps([messages, template_args])) + n_tools

@@ -16,14 +16,15 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any
 
+import msgspec
 import orjson
 from pydantic import ConfigDict, Field, WithJsonSchema
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
@@ -33,7 +34,14 @@ from stepwell.gateway import known_bodies
 from stepwell.gateway.access import Principal, caller_of, named, quoted, take_body, uid_of
 from stepwell.gateway.bodies import BIG
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
-from stepwell.gateway.dialects.base import NOTHING, Dialect, Exchange, Known, Parsed
+from stepwell.gateway.dialects.base import (
+    NOTHING,
+    Dialect,
+    Exchange,
+    Known,
+    Parsed,
+    StreamWriter,
+)
 from stepwell.gateway.dialects.gemini import prompt_tokens
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
@@ -50,7 +58,6 @@ from stepwell.gateway.lifecycle import RECORDED_HEADER
 from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
 from stepwell.gateway.pictures import RequestPictures
-from stepwell.gateway.pool_access import ask
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
@@ -62,7 +69,6 @@ from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
     JSON_HEADERS,
     OrjsonResponse,
-    aborts_on_disconnect,
     body_digest,
     connection_of,
     parse_object,
@@ -84,37 +90,37 @@ _STEP_FIELDS = frozenset(f.name for f in fields(Step)) - {"pictures"}  # takes n
 # -- a dialect's calls -----------------------------------------------------------------------
 
 
-async def chat_completions(services: Services, call: DirectCall) -> None:
+def chat_completions(services: Services, call: DirectCall) -> Awaitable[None]:
     """A call of OpenAI's Chat Completions API."""
-    await serve(services, services.dialects["chat/completions"], call)
+    return serve(services, services.dialects["chat/completions"], call)
 
 
-async def completions(services: Services, call: DirectCall) -> None:
+def completions(services: Services, call: DirectCall) -> Awaitable[None]:
     """A call of OpenAI's Completions API."""
-    await serve(services, services.dialects["completions"], call)
+    return serve(services, services.dialects["completions"], call)
 
 
-async def responses(services: Services, call: DirectCall) -> None:
+def responses(services: Services, call: DirectCall) -> Awaitable[None]:
     """A call of OpenAI's Responses API."""
-    await serve(services, services.dialects["responses"], call)
+    return serve(services, services.dialects["responses"], call)
 
 
-async def compact(services: Services, call: DirectCall) -> None:
+def compact(services: Services, call: DirectCall) -> Awaitable[None]:
     """A compaction of OpenAI's Responses API."""
-    await serve(services, services.dialects["responses/compact"], call)
+    return serve(services, services.dialects["responses/compact"], call)
 
 
-async def messages(services: Services, call: DirectCall) -> None:
+def messages(services: Services, call: DirectCall) -> Awaitable[None]:
     """A call of Anthropic's Messages API."""
-    await serve(services, services.dialects["messages"], call)
+    return serve(services, services.dialects["messages"], call)
 
 
-async def token_generate(services: Services, call: DirectCall) -> None:
+def token_generate(services: Services, call: DirectCall) -> Awaitable[None]:
     """A call of vLLM's `/inference/v1/generate`: token ids in, token ids and log-probs out."""
-    await serve(services, _TOKENS, call)
+    return serve(services, _TOKENS, call)
 
 
-async def gemini(services: Services, call: DirectCall) -> None:
+def gemini(services: Services, call: DirectCall) -> Awaitable[None]:
     """A call of Gemini's API, whatever model it names. `alt=sse`: the stream comes as server-sent
     events, otherwise as a JSON array that grows."""
     method = call.scope["path"].rpartition(":")[2]
@@ -122,7 +128,7 @@ async def gemini(services: Services, call: DirectCall) -> None:
     if alt not in ("json", "sse"):
         raise wrong("alt", alt, "send sse, or leave it out")
     form = "?alt=sse" if alt == "sse" and method == "streamGenerateContent" else ""
-    await serve(services, services.gemini[method + form], call)
+    return serve(services, services.gemini[method + form], call)
 
 
 async def serve(services: Services, dialect: Dialect, request: DirectCall) -> None:
@@ -134,18 +140,26 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     connection = request.connection
     body, request.content = request.content, b""
     began_at = time.perf_counter()
-    principal, url = request.caller, request.url
-    headers = Headers(scope=request.scope)
+    principal, url, path = request.caller, request.url, request.scope["path"]
+    headers = request.headers
     parsed: Parsed | None = None
     is_big = len(body) > BIG
     if is_big and services.pictures is not None:
         parsed, is_big = await _without_pictures(services, dialect, request, body)
     else:
         try:
-            if len(body) >= known_bodies.LEAST_BYTES and not is_big:
-                parsed = services.known_bodies.read(dialect, body, principal, url)
+            if len(body) < known_bodies.LEAST_BYTES:
+                parsed = dialect.parse_plain(body)
+            elif is_big or dialect.list_name is None:
+                await services.access.check_holdings(path, body)
+            else:
+                known, asked = services.known_bodies, (dialect, body, path, principal, url)
+                if (parsed := known.read(*asked)) is None:
+                    await services.access.check_holdings(path, body)
+                    parsed = known.read_new(*asked)
             if parsed is None:
                 parsed = dialect.parse(parse_object(body), principal)
+            if not parsed.digest:
                 if is_big:
                     loop = asyncio.get_running_loop()
                     parsed.digest = await loop.run_in_executor(services.threads, body_digest, body)
@@ -192,22 +206,28 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
         begin_again=begin_again,
     )
     exchange = _exchange(services, parsed, trajectories, begun)
+    connection.listeners.add(exchange)  # a client that goes away reads no more
+    if connection.is_lost:
+        exchange.close()
     try:
-        with aborts_on_disconnect(connection, exchange):
-            if parsed.call.stream:
-                await exchange.begin()
-                writer = dialect.writer(exchange)
+        if parsed.call.stream:
+
+            def begin() -> StreamWriter:
                 request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
-                request.end_stream(await exchange.write(writer, connection))
-            else:
-                replies = await exchange.results()
-                await services.engine.pace.keep()  # the pool answers for many at once
-                body = orjson.dumps(dialect.answer(exchange, replies))
-                if request.flow.write_paused:
-                    await connection.drain()
-                request.answer(body, {**JSON_HEADERS, **origin(services, exchange)})
-                exchange.delivered()
+                return dialect.writer(exchange)
+
+            request.end_stream(await exchange.write(begin, connection))
+        else:
+            replies = await exchange.results()
+            if (turn := services.engine.pace.turn()) is not None:
+                await turn  # the pool answers for many at once
+            body = orjson.dumps(dialect.answer(exchange, replies))
+            if request.flow.write_paused:
+                await connection.drain()
+            request.answer(body, {**JSON_HEADERS, **origin(services, exchange)})
+            exchange.delivered()
     finally:
+        connection.listeners.discard(exchange)
         exchange.close()
     if parsed.call.sources is not None:  # the connection may be idle for minutes
         parsed.call.sources = calls[0].sources = None
@@ -229,7 +249,8 @@ async def _without_pictures(
         parsed = None
         if known_bodies.LEAST_BYTES <= len(text) <= BIG:
             known = services.known_bodies
-            parsed = known.read(dialect, text, request.caller, request.url, pictures)
+            asked = dialect, text, path, request.caller, request.url, pictures
+            parsed = known.read(*asked) or known.read_new(*asked)
         return parsed or dialect.parse(parse_object(text), request.caller, Known(pictures=pictures))
 
     context = await services.engine.context_length()
@@ -311,11 +332,11 @@ def origin(services: Services, exchange: Exchange) -> dict[str, str]:
     version = services.engine.version if version is None else version
     if version is not None:
         headers[VERSION_HEADER] = str(version)
-    uids = [quoted(each.uid) for each in exchange.trajectories if not each.is_for_one_request]
-    if len(set(uids)) > 1:
-        headers[TRAJECTORY_HEADER] = ",".join(uid.replace(",", "%2C") for uid in uids)
+    uids = [each.uid for each in exchange.trajectories if not each.is_for_one_request]
+    if len(uids) > 1 and len(set(uids)) > 1:
+        headers[TRAJECTORY_HEADER] = ",".join(quoted(uid).replace(",", "%2C") for uid in uids)
     elif uids:
-        headers[TRAJECTORY_HEADER] = uids[0]
+        headers[TRAJECTORY_HEADER] = quoted(uids[0])
     if exchange.parsed.call.stores_step and exchange.is_unrecorded:
         headers[RECORDED_HEADER] = "false"
     if ignored := exchange.parsed.ignored:
@@ -488,10 +509,14 @@ async def generate(request: Request) -> Response:
     call = services.calls.prompts.normalised(parsed.call)
     begun = await services.calls.start([call], [trajectory], retry, "generate", caller=caller)
     exchange = _exchange(services, parsed, [trajectory], begun)
+    connection = connection_of(request.scope)
+    connection.listeners.add(exchange)
+    if connection.is_lost:
+        exchange.close()
     try:
-        with aborts_on_disconnect(connection_of(request.scope), exchange):
-            (reply,) = await exchange.results()
+        (reply,) = await exchange.results()
     finally:
+        connection.listeners.discard(exchange)
         exchange.close()
     generation, sampling = reply.generation, reply.sampling
     answer = OrjsonResponse(
@@ -532,12 +557,12 @@ def _white_box(body: Generate, known: Known) -> Parsed:
     if parsed.n > 1:
         raise RequestError(f"n is {parsed.n}; /generate samples once, leave it out", "n")
     if ids is None:
-        return replace(parsed, call=replace(parsed.call, stores_step=False))
+        return msgspec.structs.replace(parsed, call=parsed.call.changed(stores_step=False))
     if parsed.call.forced_tool is not None:
         raise RequestError("tool_choice prescribes a call; send messages", "tool_choice")
     prompt_ids = token_ids("prompt_ids", ids)
-    call = replace(parsed.call, messages=[], prompt_ids=prompt_ids, stores_step=False)
-    return replace(parsed, call=call)
+    call = parsed.call.changed(messages=[], prompt_ids=prompt_ids, stores_step=False)
+    return msgspec.structs.replace(parsed, call=call)
 
 
 async def submit_steps(request: Request, body: SubmitSteps) -> Response:
@@ -611,7 +636,8 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     pool: dict[str, Any] | None = None
     with suppress(*UNAVAILABLE):  # told as `stepwell_pool_up 0`
-        pool = await ask(services.pool.get_statistics(), SCRAPE_S)
+        asked = services.pool.get_statistics()
+        pool = await services.pool_access.ask(asked, timeout_s=SCRAPE_S)
     accept = request.headers.get("accept", "")
     page, content_type = exposition(accept, services.statistics(), pool)
     return Response(page, media_type=content_type)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import orjson
@@ -114,6 +113,26 @@ def retry_key(headers: Headers, digest: str, scope: str) -> RetryKey:
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
 
 
+class RequestHeaders(Headers):
+    """Headers of a request, found by their name and not looked for among all."""
+
+    def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
+        """`raw`: names in lower case."""
+        self._list = raw
+        self.first = dict(reversed(raw))
+        """Values by name: of several headers of one name the first, as in `raw`."""
+
+    def __getitem__(self, key: str) -> str:
+        return self.first[key.lower().encode("latin-1")].decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.lower().encode("latin-1") in self.first
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.first.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+
 class Connection(Protocol):
     """A client's connection, as the server tells of it in the scope's extension `CONNECTION`."""
 
@@ -152,18 +171,6 @@ def connection_of(scope: Scope) -> Connection:
     return connection
 
 
-@contextmanager
-def aborts_on_disconnect(connection: Connection, listener: Closing) -> Iterator[None]:
-    """Within the block, a client that goes away is no listener any more."""
-    connection.listeners.add(listener)
-    if connection.is_lost:
-        listener.close()
-    try:
-        yield
-    finally:
-        connection.listeners.discard(listener)
-
-
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -183,13 +190,16 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = connection_of(scope)
+        connection.listeners.add(self._listener)
+        if connection.is_lost:
+            self._listener.close()
         try:
-            with aborts_on_disconnect(connection, self._listener):
-                head = {"status": self.status_code, "headers": self.raw_headers}
-                await send({"type": "http.response.start", **head})
-                async for piece in self._pieces:
-                    await connection.drain()
-                    connection.write_piece(piece)
-                await send({"type": "http.response.body", "body": b""})
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
+            async for piece in self._pieces:
+                await connection.drain()
+                connection.write_piece(piece)
+            await send({"type": "http.response.body", "body": b""})
         finally:
+            connection.listeners.discard(self._listener)
             self._listener.close()

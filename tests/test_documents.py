@@ -154,6 +154,8 @@ MIGRATION = [
 KEYS = all_keys()
 KEY = re.compile(rf"(?<![\w.])(?:{'|'.join({key.split('.')[0] for key in KEYS})})(?:\.\w+)+")
 METHODS = "GET|POST|DELETE"
+FROM_OTHERS = {row.name for row in rows()}
+"""Options of other frameworks."""
 REASON = re.compile(r"not (?:ours|needed)\b.{20,}")
 """The sentence that a row without a test has."""
 
@@ -235,6 +237,20 @@ def test_every_name_of_ours_in_a_row_exists() -> None:
             if word := re.fullmatch(r"(?:\w+\.)*([A-Za-z_]\w*)(?:\(.*\))?", span):
                 missing += [span] * (word[1] not in words)
     assert not missing
+
+
+NOT_KEYS = {"rollout.prompt_length", "data.custom_cls", "algorithm.loss.options.margin"}
+"""verl's, and a plug-in's own, which pages name beside ours."""
+FILES = re.compile(r"[\w.*/-]+\.(?:py|md|json|jsonl|yaml|lock|log|acked|damaged|parquet|png)\b")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_key_in_a_line_of_prose_exists(document: Path) -> None:
+    missing = []
+    for span in re.findall("`([^`\n]+)`", BLOCK.sub("", document.read_text())):
+        if not span.startswith("actor_rollout_ref."):  # verl's
+            missing += [key for key in KEY.findall(FILES.sub("", span)) if not is_key(key)]
+    assert set(missing) <= NOT_KEYS | FROM_OTHERS
 
 
 def test_every_key_in_the_note_of_an_option_exists() -> None:

@@ -33,15 +33,11 @@ import numpy as np
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Trajectory
-from stepwell.trainer.config import OverlongBufferConfig
+from stepwell.trainer.config import OverlongBufferConfig, RewardConfig
 from stepwell.trainer.errors import RewardError
-from stepwell.trainer.rewards import (
-    RewardConfig,
-    RewardManager,
-    RewardResult,
-    RewardSample,
-)
+from stepwell.trainer.rewards.base import RewardResult, RewardSample
 from stepwell.trainer.rewards.data_sources import has_usual_reward
+from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.overlong import punished
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import task_of, tool_use, trajectory_metrics

@@ -18,6 +18,7 @@ from binascii import b2a_base64
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -472,6 +473,7 @@ def _body(request: GenerateRequest, ids_json: IdsJson, more: bytes = b"") -> byt
 
 _Entry: TypeAlias = tuple[float, int, Any]
 """Log-prob, id and text of a token."""
+_ENTRY_LOG_PROB, _ENTRY_ID = itemgetter(0), itemgetter(1)
 _Raw: TypeAlias = msgspec.Raw
 
 
@@ -582,31 +584,43 @@ class _StreamReader:
 
     def feed(self, data: bytes) -> bool:
         """Return true when the answer has ended."""
-        data = self._rest + data
+        if self._rest:
+            data = self._rest + data
         if b"\r" in data:  # servers end lines in either way, and JSON has none within
             data = data.replace(b"\r", b"")
         *whole, self._rest = data.split(b"\n\n")
-        payloads = [e[5:].strip() for e in whole if e.startswith(b"data:")]
-        payloads = [p for p in payloads if p != b"[DONE]"]
-        if not payloads:
+        events = [e for e in whole if e.startswith(b"data:") and e[5:16].strip() != b"[DONE]"]
+        if not events:
             return False
-        if len(payloads) == 1 and self._version is not None:
-            return self._take(self._read(payloads[0]))
-        last = self._read(payloads[-1])
-        missed, is_first = payloads[:-1], self._version is None
+        if len(events) == 1 and self._version is not None:
+            return self._take(self._read(events[0]))
+        last = self._read(events[-1])
+        missed, is_first = events[:-1], self._version is None
         if self._version is None:
-            self._version = _version_field(payloads[0])
-        if not all(self._version in payload for payload in payloads):
-            self._version = _version_field(payloads[-1])
+            self._version = _version_field(events[0])
+        if not self._have_version(events, self._version):
+            self._version = _version_field(events[-1])
         elif self._begins(last) <= self._n:
             missed = missed[:is_first]  # what the engine has may differ from what it was known for
         return any(self._take(event) for event in (*map(self._read, missed), last))
 
-    def _read(self, payload: bytes) -> _Event:
+    @staticmethod
+    def _have_version(events: Sequence[bytes], version: bytes) -> bool:
+        """Return true if all events name this version."""
+        at = 0
+        for event in events:
+            # An event that holds all tokens so far names it behind the place of the one before.
+            if (found := event.find(version, at)) < 0 and (found := event.find(version)) < 0:
+                return False
+            at = found
+        return True
+
+    def _read(self, sent: bytes) -> _Event:
+        payload = memoryview(sent)[5:]  # behind `data:`
         try:
             event = _events.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-            raise _shape_error(self._url, e, payload) from e
+            raise _shape_error(self._url, e, bytes(payload).strip()) from e
         if event.error is not None or event.meta_info.finish_reason is not None:
             _check_error(self._url, event.error, event.meta_info)
         return event
@@ -665,7 +679,7 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
         ids: the new ones, of which `entries` are the log-probs.
         n: tokens of the request so far.
     """
-    if [e[1] for e in entries] != ids:
+    if [*map(_ENTRY_ID, entries)] != ids:
         what = "the engine returned log-probs of other tokens than output_ids; is return_logprob "
         raise _nonsense(url, f"{what}honoured?")
     tops: list[TopLogProbs] = []
@@ -684,7 +698,7 @@ def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: in
         canary = is_canary(meta.weight_version)
         if meta.finish_reason is not None and n and meta.weight_versions is None:
             raise _version_error(url, meta.weight_version) from None
-    log_probs = [e[0] for e in entries]
+    log_probs = [*map(_ENTRY_LOG_PROB, entries)]
     finish = meta.finish_reason
     if finish is None:
         return Output(ids, log_probs, tops, version, canary)

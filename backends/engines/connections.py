@@ -6,9 +6,9 @@ costs one write and one wake-up, however many calls are under way and however lo
                     └──────────── the answer is complete ◄──────────────  they come, in no task
 
 A bare protocol with llhttp's parser, without what no engine needs: redirects, cookies, compression,
-proxies. With aiohttp in its place the gateway does 6 % fewer requests at 64 connections and takes
-16 % more CPU at one (docs/design/engines.md). It does not own retries, the time an answer may take,
-or what is asked (`client.py`).
+proxies. With aiohttp in its place the gateway does 6 % fewer requests at 64 connections
+(docs/design/engines.md). It does not own retries, the time an answer may take, or what is asked
+(`client.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LARGE_BODY = 32_768
 """Bytes of a request that are not joined with its head."""
 
 MAX_IDS_BYTES = 64 * 1024 * 1024
-"""Bytes kept of ids and their JSON: 7 million ids, or a hundred conversations of 60,000."""
-LEAST_IDS = 32
-"""Fewer are written as fast as they are found."""
+"""Bytes kept of the JSON of ids: 10 million ids, or 150 conversations of 60,000."""
+PART_BYTES = 16_384
+"""Bytes from which on a part of a prompt's JSON is not joined with what follows it."""
 
 _LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 """Headers that say where a body ends."""
@@ -61,11 +61,11 @@ class _Place(NamedTuple):
 class ConnectionPool:
     """Connections of one event loop to any number of engines. `close` ends those that are idle."""
 
-    def __init__(self, turn: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, turn: Callable[[], Awaitable[None] | None] | None = None) -> None:
         """
         Args:
-            turn: waited for before a whole answer is handed on, so that many that come at once are
-                not read in one turn of the event loop.
+            turn: what it returns is waited for before a whole answer is handed on, so that many
+                that come at once are not read in one turn of the event loop.
         """
         self._idle: defaultdict[_Place, list[_Connection]] = defaultdict(list)
         self._turn = turn
@@ -108,8 +108,8 @@ class ConnectionPool:
         except BaseException:  # the rest would be read as the next answer
             connection.close()
             raise
-        if self._turn is not None and on_data is None:
-            await self._turn()
+        if self._turn is not None and on_data is None and (turn := self._turn()) is not None:
+            await turn
         return response
 
     def close(self) -> None:
@@ -278,42 +278,61 @@ class IdsJson:
     """JSON of token ids, so that those of a long conversation are written once::
 
         prompt   [first prompt | reply | new | reply | new]      arrays of the turns, and the new
-        JSON     [ as before   | as …  | …   | as …  | new ]     joined
+        JSON     [ of the request before     | reply | new]
 
-    Kept are texts of arrays, of which nothing changes; those not used for longest go first."""
+    Kept is the text of each prompt, under the array that ends it: no other prompt ends with that. A
+    prompt that goes on takes the place of the one before; a first prompt begins many conversations
+    and stays. Those not used for longest go first."""
 
     def __init__(self, max_bytes: int = MAX_IDS_BYTES) -> None:
         self._max_bytes = max_bytes
         self._n_bytes = 0
-        self._texts: OrderedDict[int, tuple[TokenIds, bytes]] = OrderedDict()
-        """Arrays and their texts by the array's id, which is its own as long as it is here."""
+        self._texts: OrderedDict[int, _Text] = OrderedDict()
+        """By the id of the array that ends the prompt, which is its own as long as it is here."""
 
     def parts(self, pieces: Sequence[TokenIds]) -> list[bytes]:
         """Parts of one JSON list of all these ids."""
-        parts = [b"["]
-        for ids in pieces:
+        n, known = len(pieces), None
+        while n and (known := self._texts.get(id(pieces[n - 1]))) is None:
+            n -= 1
+        if known is not None and n == len(pieces):
+            self._texts.move_to_end(id(pieces[-1]))
+            return [b"[", *known.parts, b"]"]
+        parts = [] if known is None else [*known.parts]
+        for ids in pieces[n:]:
             if not len(ids):
                 continue
-            if (known := self._texts.get(id(ids))) is not None:
-                self._texts.move_to_end(id(ids))
-                text = known[1]
+            text = orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            if not parts:
+                parts.append(text)
+            elif len(parts[-1]) < PART_BYTES:
+                parts[-1] = b"%b,%b" % (parts[-1], text)
             else:
-                text = orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-                if len(ids) >= LEAST_IDS:
-                    self._keep(ids, text)
-            parts += (text, b",")
-        if len(parts) == 1:
-            return [b"[]"]
-        parts[-1] = b"]"
-        return parts
+                parts.append(b"," + text)
+        if n > 1:
+            self._drop(id(pieces[n - 1]))
+        if pieces and len(pieces[-1]):
+            self._keep(pieces[-1], parts)
+        return [b"[", *parts, b"]"]
 
     def clear(self) -> None:
         self._texts.clear()
         self._n_bytes = 0
 
-    def _keep(self, ids: TokenIds, text: bytes) -> None:
-        self._texts[id(ids)] = ids, text
-        self._n_bytes += len(text) + ids.nbytes
+    def _keep(self, ids: TokenIds, parts: list[bytes]) -> None:
+        self._texts[id(ids)] = text = _Text(ids, parts, sum(map(len, parts)))
+        self._n_bytes += text.n_bytes
         while self._n_bytes > self._max_bytes and self._texts:
-            _, (gone, its_text) = self._texts.popitem(last=False)
-            self._n_bytes -= len(its_text) + gone.nbytes
+            self._drop(next(iter(self._texts)))
+
+    def _drop(self, key: int) -> None:
+        self._n_bytes -= self._texts.pop(key).n_bytes
+
+
+class _Text(NamedTuple):
+    """JSON of a prompt, without brackets."""
+
+    last: TokenIds
+    """Array that ends the prompt."""
+    parts: list[bytes]
+    n_bytes: int

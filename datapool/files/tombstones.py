@@ -21,7 +21,7 @@ from stepwell.datapool.sealed import damaged, end_of_lines, fsync, read_lines, s
 
 DELETED: Final = "deleted.jsonl"
 Kind: TypeAlias = Literal["trajectory", "user", "tag"]
-"""What a deletion names."""
+"""Things that a deletion names."""
 
 
 class Tombstone(NamedTuple):

@@ -63,8 +63,7 @@ class Outbox:
         """Each step's outcome or refusal; waits up to `timeout_s` (None: for ever) for room."""
         results: list[Any] = [None] * len(steps)
         await self._send(steps, channel, range(len(steps)), results, pictures)
-        blocked = [i for i, result in enumerate(results) if _is(result, "PoolFullError")]
-        if blocked and timeout_s != 0:
+        if timeout_s != 0 and (blocked := _refused(range(len(steps)), results, "PoolFullError")):
             # The channel blocks: steps of new groups wait here, in their producer.
             new = {steps[i].trajectory_uid: steps[i].prompt_uid for i in blocked}
             opening = (OpenTrajectory(t, p, channel=channel) for t, p in new.items())
@@ -125,7 +124,7 @@ class Outbox:
         await self._send_once(steps, channel, which, results)
         if pictures is not None:
             await self._send_pictures(steps, channel, which, results, pictures)
-        if unknown := [i for i in which if _is(results[i], "UnknownBaseError")]:
+        if unknown := _refused(which, results, "UnknownBaseError"):
             self.recent.clear()
             await self._send_once(steps, channel, unknown, results)
 
@@ -139,19 +138,18 @@ class Outbox:
     ) -> None:
         """Store the pictures that steps were refused for, and send those steps again, with the ones
         that are relative to them."""
-        if not any(_is(results[i], "UnknownPictureError") for i in which):
+        if not _refused(which, results, "UnknownPictureError"):
             return
-        kinds = "UnknownPictureError", "UnknownBaseError"
-        refused = [i for i in which if any(_is(results[i], kind) for kind in kinds)]
+        # Steps that came after one that was refused, too: what is new in each.
+        later = _refused(which, results, "UnknownBaseError")
+        refused = _refused(which, results, "UnknownPictureError", "UnknownBaseError")
         digests = {
             d
             for i in refused
             if isinstance(error := results[i].error(), UnknownPictureError)
             for d in error.digests
         }
-        for i in refused:  # steps that came after one that was refused: what is new in each
-            if _is(results[i], "UnknownBaseError"):
-                digests |= {p.digest for p in steps[i].pictures}
+        digests |= {picture.digest for i in later for picture in steps[i].pictures}
         try:
             if not await self.put_missing([steps[i] for i in refused], digests, channel, source):
                 return
@@ -224,5 +222,8 @@ class RecentSteps:
         self._n = 0
 
 
-def _is(result: object, kind: str) -> bool:
-    return isinstance(result, Refusal) and result.kind == kind
+def _refused(which: Iterable[int], results: Sequence[Any], *kinds: str) -> list[int]:
+    """Those of these results that are refusals of one of these kinds."""
+    if Refusal not in map(type, results):  # as nearly always
+        return []
+    return [i for i in which if isinstance(results[i], Refusal) and results[i].kind in kinds]

@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -50,7 +50,7 @@ from stepwell.datapool.errors import (
     LeaseExpiredError,
 )
 from stepwell.datapool.heap import growing_heap
-from stepwell.datapool.ops import Change, LeaseBatch, Op, Shutdown
+from stepwell.datapool.ops import Change, LeaseBatch, Op, Shutdown, SubmitSteps
 from stepwell.datapool.questions import (
     Describe,
     GetEvents,
@@ -266,6 +266,17 @@ class PoolService:
         if is_change:
             self._follow(getattr(op, "channel", None))
         return answer  # type: ignore[no-any-return]
+
+    def try_submits(self, ops: Sequence[SubmitSteps]) -> Sequence[Any]:
+        """Answers to submits to one channel that came together, as `try_`. They are one change:
+        one row of the journal for what is of one group, and one look at who waits."""
+        if len(ops) > 1:
+            together = SubmitSteps([t for op in ops for t in op.trajectories], ops[0].channel)
+            answer = self.try_(together)
+            if not isinstance(answer, Exception):
+                each = iter(answer)
+                return [list(islice(each, op.n_steps)) for op in ops]
+        return [self.try_(op) for op in ops]
 
     def settle(self, applied: Sequence[Applied], then: Settled) -> None:
         """Call `then` with operations that `try_` has applied, and their answers or errors, once

@@ -37,6 +37,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
 
@@ -44,7 +45,7 @@ import msgspec
 
 from stepwell.datapool.codec import decoder, encoder
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUnavailableError
-from stepwell.datapool.ops import CHANGES, Op, Refusal
+from stepwell.datapool.ops import CHANGES, Op, Refusal, SubmitSteps
 from stepwell.datapool.questions import QUESTIONS
 from stepwell.datapool.remote.incarnation import Incarnation, Known
 from stepwell.datapool.remote.service import Applied, PoolService
@@ -260,24 +261,27 @@ class _Served(_Frames):
             self._greet(_proof.decode(frames[0]))
             return
         applied: list[Applied] = []
-        for data in frames:
-            try:
-                number, op, timeout_s = _requests.decode(data)
-            except Exception as e:  # noqa: BLE001 - whatever does not fit: its caller alone is told
-                number, *_ = _unread.decode(data)  # or nobody: the peer speaks another language
-                applied.append((number, None, InvalidRequestError(f"not understood: {e}")))
+        for channel, requests in groupby(map(_request, frames), _submits_to):
+            if channel is not None:
+                numbers, submits, _ = zip(*requests, strict=True)
+                answers = self._service.try_submits(submits)
+                applied += zip(numbers, submits, answers, strict=True)
                 continue
-            if op is None:  # its caller left, so must what waits for it here
-                if (task := self._waiting.get(number)) is not None:
-                    task.cancel()
-                continue
-            answer = self._service.try_(op)
-            if timeout_s != 0 and op.is_unanswered(answer):
-                task = asyncio.create_task(self._wait(number, op, timeout_s))
-                self._waiting[number] = task
-                task.add_done_callback(partial(self._waited, number))
-            else:
-                applied.append((number, op, answer))
+            for number, op, timeout_s in requests:
+                if isinstance(op, InvalidRequestError):
+                    applied.append((number, None, op))
+                    continue
+                if op is None:  # its caller left, so must what waits for it here
+                    if (task := self._waiting.get(number)) is not None:
+                        task.cancel()
+                    continue
+                answer = self._service.try_(op)
+                if timeout_s != 0 and op.is_unanswered(answer):
+                    task = asyncio.create_task(self._wait(number, op, timeout_s))
+                    self._waiting[number] = task
+                    task.add_done_callback(partial(self._waited, number))
+                else:
+                    applied.append((number, op, answer))
         if applied:
             self._service.settle(applied, self._send)
 
@@ -319,6 +323,22 @@ class _Served(_Frames):
     def connection_lost(self, exc: Exception | None) -> None:
         for task in tuple(self._waiting.values()):
             task.cancel()
+
+
+def _request(data: memoryview) -> tuple[int, Op[Any] | InvalidRequestError | None, float | None]:
+    """The content of a request's frame: its number, operation and seconds to wait."""
+    try:
+        request: tuple[int, Op[Any] | None, float | None] = _requests.decode(data)
+    except Exception as e:  # noqa: BLE001 - whatever does not fit: its caller alone is told
+        number, *_ = _unread.decode(data)  # or nobody: the peer speaks another language
+        return number, InvalidRequestError(f"not understood: {e}"), None
+    return request
+
+
+def _submits_to(request: tuple[int, Any, float | None]) -> str | None:
+    """The channel that a request submits steps to; None: it does something else."""
+    op = request[1]
+    return op.channel if type(op) is SubmitSteps else None
 
 
 def _answer(number: int, answer: Any) -> tuple[int, bool, Any]:

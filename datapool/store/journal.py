@@ -463,7 +463,7 @@ class Journal(LogReader):
             self._is_alone = lock(self._lock)
         return n_deleted
 
-    def _write(self, number: int, at: int, data: bytes, acked: LastCommit) -> None:
+    def _write(self, number: int, at: int, data: bytearray, acked: LastCommit) -> None:
         """Write a transaction there in a segment, and then `pool.acked`."""
         file = self._file
         fcntl.flock(self._acked, fcntl.LOCK_EX)

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -214,15 +215,19 @@ NO_BLOCK = Placed(Block(0, 0, 0, 0, [], [], {}, {}), 0, 0, 0, 0, 0)
 """Before the first."""
 
 
-def encode_block(journal: bytes, block: Block, records: Sequence[Record]) -> tuple[bytes, int, int]:
+def encode_block(
+    journal: bytes, block: Block, records: Iterable[Record]
+) -> tuple[bytearray, int, int]:
     """The bytes of a transaction; those before its records; the checksum of its block."""
     packed = msgspec.msgpack.encode(block)
-    pieces = [piece for record in records for piece in record]
-    data = b"".join(pieces)
-    front = _HEADER.pack(0, journal, len(packed), len(data), xxh3(data))[_SUM_BYTES:] + packed
-    checksum = xxh3(front)
-    n_block = _SUM_BYTES + len(front)
-    return b"".join((checksum.to_bytes(_SUM_BYTES, "little"), front, data)), n_block, checksum
+    n_block = _HEADER.size + len(packed)
+    data = bytearray().join((bytes(_HEADER.size), packed, *chain.from_iterable(records)))
+    view = memoryview(data)
+    n_records, records_sum = len(data) - n_block, xxh3(view[n_block:])
+    _HEADER.pack_into(data, 0, 0, journal, len(packed), n_records, records_sum)
+    checksum = xxh3(view[_SUM_BYTES:n_block])
+    view[:_SUM_BYTES] = checksum.to_bytes(_SUM_BYTES, "little")
+    return data, n_block, checksum
 
 
 def block_at(data: bytes, at: int, journal: bytes) -> Placed | None:

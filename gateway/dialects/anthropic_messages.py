@@ -178,7 +178,7 @@ class AnthropicMessages(Dialect):
         kind: type[MessagesParams] = MessagesParams,
     ) -> Parsed:
         """`kind`: `CountParams` for `POST /v1/messages/count_tokens`."""
-        params = kind.read(body)
+        params = known.read(kind, body, self.list_name)
         ignored = params.told()
         read: ReadTools = known.tools or ReadTools.of(params.tools or [])
         tools = read.tools

@@ -19,13 +19,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import orjson
 
 from stepwell.gateway.access import Principal
 from stepwell.gateway.call import Calls
+from stepwell.gateway.dialects.params import Params
 from stepwell.gateway.errors import GatewayError, PictureFoundError
 from stepwell.gateway.pictures import RequestPictures
 from stepwell.gateway.prompt import ChatRequest
@@ -35,6 +37,8 @@ from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import STREAM_HEADERS, Connection, error_body
+
+P = TypeVar("P", bound=Params)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients ignore it, proxies see traffic."""
@@ -69,10 +73,27 @@ class Known:
     """Items before `start` that its list has all the same: a system message, or none."""
     tools: Any = None
     """`Parsed.tools` of a request with the same tools, which the body does not have."""
+    params: Any = None
+    """Fields of a request that differs from this one in nothing but its list, as `read` gave them,
+    without list and tools. Set by `read` otherwise, if somebody asks for cuts."""
     cuts: deque[Cut] | None = None
     """The last ones; None: nobody asks for them."""
     pictures: RequestPictures | None = None
     """Pictures that were taken out of the body; None: none were."""
+
+    def read(self, kind: type[P], body: Mapping[str, Any], list_name: str) -> P:
+        """The fields of a body, checked; of one whose other fields are known, with its own list.
+
+        Raises:
+            RequestError: names the first field that is wrong.
+        """
+        if self.params is not None:
+            known: P = self.params.model_copy(update={list_name: body[list_name]})
+            return known
+        params = kind.read(body)
+        if self.cuts is not None:
+            self.params = params
+        return params
 
     def place(self, i: int) -> int:
         """The place of the body's item `i` in the list of the whole request."""
@@ -116,8 +137,7 @@ class Known:
 NOTHING = Known()
 
 
-@dataclass(slots=True)
-class Parsed:
+class Parsed(msgspec.Struct, eq=False):
     """A request's body, understood."""
 
     call: ChatRequest
@@ -169,12 +189,17 @@ class Exchange:
         self._closed = False
         self._left = len(calls)
         """Samples whose reply is not written yet."""
-        self._writing: tuple[StreamWriter, Connection] | None = None
-        self._reading = [live.read() for live in calls] if parsed.call.stream else []
+        self._read = [_Read() for _ in calls] if parsed.call.stream else []
+        self._begin: Callable[[], StreamWriter] | None = None
+        self._writer: StreamWriter | None = None
+        """None: the stream has not begun."""
+        self._connection: Connection | None = None
         self._failure: GatewayError | None = None
         """Told when what preceded it has been written."""
-        self._news: asyncio.Future[bool] | None = None
-        """Set while `_wait` waits."""
+        self._ended: asyncio.Future[None] | None = None
+        """Set when the calls have ended, or one has failed: `write` writes the rest."""
+        self._draining: asyncio.Task[None] | None = None
+        """Waits for a client that reads too slowly."""
         self._timer: asyncio.TimerHandle | None = None
         self._silent_since = 0.0
         for live in calls:
@@ -193,14 +218,23 @@ class Exchange:
     @property
     def version(self) -> int | None:
         """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
-        return max((v for live in self.calls if (v := live.version) is not None), default=None)
+        newest: int | None = None
+        for live in self.calls:
+            version = live.version
+            if version is not None and (newest is None or version > newest):
+                newest = version
+        return newest
 
     @property
     def is_unrecorded(self) -> bool:
         """No Step of some sample is stored. Of a stream, as far as it is known as it begins."""
-        return any(each.unrecorded is not None for each in self.trajectories) or any(
-            live.call.turn is not None and live.call.turn.step_index is None for live in self.calls
-        )
+        for trajectory in self.trajectories:
+            if trajectory.unrecorded is not None:
+                return True
+        for live in self.calls:
+            if (turn := live.call.turn) is not None and turn.step_index is None:
+                return True
+        return False
 
     def _each(self) -> Iterator[tuple[LiveTrajectory, LiveCall]]:
         """Yield the calls with their trajectories."""
@@ -223,49 +257,65 @@ class Exchange:
                 raise ended
         return self.calls
 
-    async def begin(self) -> None:
-        """Wait for the first delta or reply (or for `keepalive_s`), while an error can still be a
-        status.
-
-        Raises:
-            GatewayError: a call failed.
-        """
-        for trajectory, live in self._each():
-            self._service.go_on(trajectory, live)
-            live.watchers.append(self._on_change)
-        if not any(live.has_news for live in self.calls):
-            await self._wait()
-        for live in self.calls:
-            if live.error is not None and not live.deltas:
-                raise live.error
-
-    async def write(self, writer: StreamWriter, connection: Connection) -> bytes:
-        """Write the stream from its first delta on: what `writer` makes of the deltas and replies.
+    async def write(self, begin: Callable[[], StreamWriter], connection: Connection) -> bytes:
+        """Write the stream: what its writer makes of the deltas, as they come, and of the replies.
         Return its last piece, with the terminal event, for the caller to write. What is there at
         once goes out in one piece, of about `PIECE_BYTES` at most: what a client that reads slowly
         does not take stays in the calls.
 
-        While the calls are generated, `_on_change` writes what comes and this is not woken."""
-        self._writing = writer, connection
-        piece = writer.begin()
+        A single call is generated here, as one that is not streamed; `_on_change` writes.
+
+        Args:
+            begin: begins the answer and makes its writer, once there is something to write, or
+                there was nothing for `keepalive_s`.
+
+        Raises:
+            GatewayError: a call failed before the answer had begun: its status can tell.
+        """
+        loop = asyncio.get_running_loop()
+        self._begin, self._connection = begin, connection
+        self._ended = ended = loop.create_future()
+        self._silent_since = loop.time()
+        self._timer = loop.call_later(self._keepalive_s, self._look_at_the_clock, loop)
+        for live in self.calls:
+            live.watchers.append(self._on_change)
         try:
-            while self._left:
-                await connection.drain()
-                piece += self._piece(writer)
-                if piece and self._left:
-                    connection.write_piece(piece)
-                    piece = b""
-                elif self._left and not await self._wait():
-                    piece = writer.idle
-            self.delivered()
-        except GatewayError as e:
-            piece += writer.failed(e)
+            if len(self.calls) == 1 and self.calls[0].is_due:
+                await self._service.run(self.trajectories[0], self.calls[0])
+            else:
+                for each in self._each():
+                    self._service.go_on(*each)
+            self._on_change()
+            await ended
         finally:
             for live in self.calls:
                 live.watchers.remove(self._on_change)
-        return piece
+        piece = b""
+        try:
+            while True:
+                await connection.drain()
+                piece += self._piece()
+                if not self._left:
+                    self.delivered()
+                    return piece
+                if piece:
+                    connection.write_piece(piece)
+                    piece = b""
+        except GatewayError as e:
+            if self._writer is None:
+                raise
+            return piece + self._writer.failed(e)
 
-    def _piece(self, writer: StreamWriter) -> bytes:
+    def _started(self) -> tuple[StreamWriter, bytes]:
+        """Return the writer, and what precedes all that it writes if the answer begins now."""
+        if self._writer is not None:
+            return self._writer, b""
+        if self._begin is None:
+            raise RuntimeError("nobody writes the stream")
+        self._writer = writer = self._begin()
+        return writer, writer.begin()
+
+    def _piece(self) -> bytes:
         """Return what is there and not written yet, as much as goes out in one piece.
 
         Raises:
@@ -274,44 +324,73 @@ class Exchange:
         if self._failure is not None:
             raise self._failure
         pieces, size = list[bytes](), 0
-        for sample, reading in enumerate(self._reading):
-            while size < PIECE_BYTES and self._failure is None:
-                item, tokens = next(reading)
-                if item is None:
+        for sample, live in enumerate(self.calls):
+            read = self._read[sample]
+            while size < PIECE_BYTES:
+                has_delta, tokens = read.n < len(live.deltas), live.tokens
+                if not has_delta and live.error is not None:
+                    self._failure = live.error
                     break
-                if isinstance(item, GatewayError):
-                    self._failure = item
+                if not has_delta and (live.state != "done" or read.has_reply):
                     break
-                if isinstance(item, LiveCall):
-                    self._left -= 1
-                    pieces.append(writer.reply(sample, item, tokens))
+                writer, piece = self._started()
+                if has_delta:
+                    if tokens:
+                        n_told = max(read.n_told, live.text.told[read.n])
+                        tokens = tokens[read.n_told : n_told]
+                        read.n_told = n_told
+                    piece += writer.delta(sample, live.deltas[read.n], tokens)
+                    read.n += 1
                 else:
-                    pieces.append(writer.delta(sample, item, tokens))
-                size += len(pieces[-1])
+                    piece += writer.reply(sample, live, tokens[read.n_told :])
+                    read.has_reply = True
+                    self._left -= 1
+                pieces.append(piece)
+                size += len(piece)
+            if self._failure is not None:
+                break
         if self._failure is not None and not size:
             raise self._failure
-        if not self._left:
-            pieces.append(writer.end())
+        if not self._left and self._writer is not None:
+            pieces.append(self._writer.end())
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _on_change(self) -> None:
-        """Write what is new, or wake who waits for it."""
-        news, writing = self._news, self._writing
-        if news is None or news.done():
+        """Write what is new while a call goes on; else let `write` go on."""
+        ended, connection, goes_on = self._ended, self._connection, False
+        if ended is None or connection is None or ended.done():
             return
-        if (
-            writing is None
-            or writing[1].is_full
-            or any(live.state != "generating" for live in self.calls)
-        ):
-            news.set_result(True)
-            return
-        writer, connection = writing
+        for live in self.calls:
+            if live.error is not None:
+                goes_on = False
+                break
+            goes_on = goes_on or live.state != "done"
+        if not goes_on:
+            ended.set_result(None)
+        elif not connection.is_full:
+            self._write_out(connection, ended)
+        elif self._draining is None and not connection.is_lost:
+            self._draining = asyncio.create_task(self._when_drained(connection))
+
+    def _write_out(
+        self, connection: Connection, ended: asyncio.Future[None], *, is_silent: bool = False
+    ) -> None:
         try:
-            connection.write_piece(self._piece(writer))
+            if is_silent:
+                writer, piece = self._started()
+                piece = piece or writer.idle
+            else:
+                piece = self._piece()
+            connection.write_piece(piece)
         except Exception as e:  # noqa: BLE001 - raised where the stream is written
-            news.set_exception(e)
-        self._silent_since = news.get_loop().time()
+            ended.set_exception(e)
+            self.close()  # what nobody can write is not generated to its end
+        self._silent_since = ended.get_loop().time()
+
+    async def _when_drained(self, connection: Connection) -> None:
+        await connection.drain()
+        self._draining = None
+        self._on_change()
 
     def delivered(self) -> None:
         """The terminal event was handed to the client's connection, if that still stands."""
@@ -331,27 +410,35 @@ class Exchange:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._draining is not None:
+            self._draining.cancel()
         for trajectory, live in self._each():
             self._service.leave(trajectory, live, self)
 
-    async def _wait(self) -> bool:
-        """Return true when a call has something new, false after `keepalive_s` without it."""
-        loop = asyncio.get_running_loop()
-        self._news = loop.create_future()
-        self._silent_since = loop.time()
-        if self._timer is None:  # it runs on: one for each event would cost as much as the event
-            self._timer = loop.call_later(self._keepalive_s, self._look_at_the_clock, loop)
-        return await self._news
-
     def _look_at_the_clock(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer, news = None, self._news
-        if news is None or news.done():
+        """Tell a client that has seen nothing for long that its answer comes."""
+        # It runs on: a timer for each event would cost as much as the event.
+        ended, connection = self._ended, self._connection
+        if ended is None or connection is None or ended.done():
             return
         left = self._silent_since + self._keepalive_s - loop.time()
-        if left > 0:
-            self._timer = loop.call_later(left, self._look_at_the_clock, loop)
-        else:
-            news.set_result(False)
+        if left <= 0:
+            if not connection.is_full:
+                self._write_out(connection, ended, is_silent=True)
+            left = self._keepalive_s
+        self._timer = loop.call_later(left, self._look_at_the_clock, loop)
+
+
+@dataclass(slots=True)
+class _Read:
+    """Part of a call that a stream has written."""
+
+    n: int = 0
+    """Deltas."""
+    n_told: int = 0
+    """Tokens told with them."""
+    has_reply: bool = False
+    """The end of it."""
 
 
 PIECE_BYTES: Final = 2**16
@@ -432,6 +519,11 @@ class Dialect(ABC):
         Raises:
             RequestError: names the field, its value and the remedy.
         """
+
+    def parse_plain(self, body: bytes) -> Parsed | None:
+        """`parse` of a body that holds text alone, without an object for each of its fields; None:
+        `parse` is to read it, and to say what is wrong with it."""
+        return None
 
     @abstractmethod
     def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:

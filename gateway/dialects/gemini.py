@@ -279,7 +279,7 @@ class Gemini(Dialect):
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
     ) -> Parsed:
-        return self._parsed(GenerateParams.read(body), known)
+        return self._parsed(known.read(GenerateParams, body, self.list_name), known)
 
     def parse_count(self, body: dict[str, Any], known: Known = NOTHING) -> Parsed:
         """Read a body of `POST …:countTokens`: contents, or all that a call would send.

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from operator import itemgetter
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+import msgspec
 from pydantic import AfterValidator, Field
 
 from stepwell.gateway.access import Principal
@@ -193,6 +195,29 @@ class ChatParams(CompletionParams):
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
 
+_MaxTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
+class _PlainChat(msgspec.Struct, forbid_unknown_fields=True):
+    """`ChatParams` of a body with messages of text, the commonest sampling parameters, and nothing
+    else."""
+
+    messages: Annotated[list[dict[str, str | None]], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    max_tokens: _MaxTokens | None = None
+    max_completion_tokens: _MaxTokens | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    stream: bool | None = None
+
+
+_plain_chats = msgspec.json.Decoder(_PlainChat)
+_PLAIN = ChatParams(messages=[{}])
+"""Options of a body that has none."""
+_TEXT_ROLES = frozenset(("system", "user", "assistant"))
+_ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
+
+
 class OpenAIChat(Dialect):
     """`POST /v1/chat/completions`."""
 
@@ -206,7 +231,7 @@ class OpenAIChat(Dialect):
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
     ) -> Parsed:
-        params = ChatParams.read(body)
+        params = known.read(ChatParams, body, self.list_name)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
@@ -257,6 +282,33 @@ class OpenAIChat(Dialect):
             ignored=tuple(ignored),
             tools=tools,
         )
+
+    def parse_plain(self, body: bytes) -> Parsed | None:
+        try:
+            sent = _plain_chats.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        messages: list[Message] = sent.messages
+        try:  # without a step of Python for each message, of which most have two fields
+            if not _TEXT_ROLES.issuperset(map(_ROLE, messages)) or None in map(_CONTENT, messages):
+                return None
+        except KeyError:
+            return None
+        for i, message in enumerate(messages):
+            if len(message) > 2:
+                if len(message) - [*message.values()].count(None) > 2:
+                    return None  # null asks for nothing; all else has a meaning
+                messages[i] = {"role": message["role"], "content": message["content"]}
+        call = ChatRequest(
+            messages,
+            template_args={},
+            max_tokens=sent.max_completion_tokens or sent.max_tokens,
+            temperature=sent.temperature,
+            top_p=sent.top_p,
+            stream=sent.stream or False,
+            parse_tools=False,
+        )
+        return Parsed(call, _PLAIN, tools=NO_TOOLS)
 
     def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `ChatCompletion`."""
@@ -380,10 +432,12 @@ class _ChatWriter(CompletionWriter):
 
 def usage(replies: Sequence[LiveCall], n: int) -> dict[str, Any]:
     """A prompt counts once, however many samples it has: `n`."""
-    of_prompts = [replies[i : i + n] for i in range(0, len(replies), n)]
-    n_prompt = sum(max(reply.n_prompt for reply in its) for its in of_prompts)
-    n_response = sum(reply.n_response for reply in replies)
-    cached = sum(max(r.generation.cached_tokens for r in its) for its in of_prompts)
+    n_prompt = n_response = cached = 0
+    for i in range(0, len(replies), n):
+        its = replies[i : i + n]
+        n_prompt += max([reply.n_prompt for reply in its])
+        n_response += sum([reply.n_response for reply in its])
+        cached += max([reply.generation.cached_tokens for reply in its])
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_response,

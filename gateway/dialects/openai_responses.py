@@ -231,7 +231,7 @@ class OpenAIResponses(Dialect):
         Raises:
             PreviousResponseError, UnknownItemError: what is referred to is not stored.
         """
-        params = ResponsesParams.read(body)
+        params = known.read(ResponsesParams, body, self.list_name)
         ignored, items = params.told(), params.items()
         previous = self._previous(params.previous_response_id, reader)
         toolbox: Toolbox = known.tools or Toolbox.read(params.tools or ())

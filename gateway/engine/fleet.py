@@ -29,17 +29,17 @@ not own requests (`client.py`) or checks (`checks.py`).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from cachetools import LRUCache
-
 from stepwell.gateway.config import REMEMBERED, TUNING, Tuning
+from stepwell.gateway.limits import Deadline
 
 State: TypeAlias = Literal["up", "ailing", "open", "behind", "down"]
 
@@ -69,8 +69,8 @@ class Engine:
     """One engine. Written by `Fleet` only, but for `in_flight`."""
 
     url: str
-    in_flight: set[asyncio.Timeout] = field(default_factory=set)
-    """Timeouts with which the engine's calls in flight can be ended."""
+    in_flight: set[Deadline] = field(default_factory=set)
+    """Deadlines with which the engine's calls in flight can be ended."""
     reachable: bool = True
     well: bool = True
     """The last check of its health passed."""
@@ -93,6 +93,9 @@ class Engine:
 
     def asked(self) -> Asked:
         return Asked(self.epoch, self.version)
+
+
+_IS_CANARY = attrgetter("canary")
 
 
 class _Home(NamedTuple):
@@ -118,7 +121,9 @@ class Fleet:
         self.used_behind = 0
         """Calls sent to an engine that is behind, for want of a better one."""
         self._engines = [*map(Engine, urls)]
-        self._homes: LRUCache[str, _Home] = LRUCache(remembered)
+        self._homes: OrderedDict[str, _Home] = OrderedDict()
+        """Homes of trajectories, those asked for last at the end."""
+        self._remembered = remembered
         self._canary_share = canary_share
         self._tuning = tuning
         self._all_behind_since: float | None = None
@@ -133,7 +138,9 @@ class Fleet:
         now."""
         home = self._homes.get(affinity)
         engine = None if home is None else home.engine
-        canaries = {e.version for e in self._engines if e.canary and e.reachable}
+        canaries: Collection[int | None] = ()
+        if True in map(_IS_CANARY, self._engines):
+            canaries = {e.version for e in self._engines if e.canary and e.reachable}
         # Version that the trajectory is to be of: a canary's or not, or whichever (None).
         tries: bool | None = None
         if canaries:
@@ -156,6 +163,9 @@ class Fleet:
         canary = engine.version if engine.canary else None
         if home is None or home.engine is not engine or home.canary != canary:
             self._homes[affinity] = _Home(engine, canary)
+            if len(self._homes) > self._remembered:
+                self._homes.popitem(last=False)
+        self._homes.move_to_end(affinity)
         return engine
 
     def has_candidate(self, now: float, avoid: Collection[Engine] = ()) -> bool:

@@ -54,7 +54,7 @@ from stepwell.gateway.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from stepwell.gateway.limits import Pace
+from stepwell.gateway.limits import Deadlines, Pace
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class Sampler:
         self._vocabulary = vocabulary
         self._fleet = Fleet(wiring.engine_urls, wiring.tuning, canary_share=wiring.canary_share)
         self.pace = Pace()
-        self.connections = ConnectionPool(self.pace.keep)
+        self.connections = ConnectionPool(self.pace.turn)
+        self._deadlines = Deadlines()
         self._clients = {
             engine: connect(wiring.engine, engine.url, connections=self.connections)
             for engine in self._fleet
@@ -324,9 +325,9 @@ class Sampler:
 
         part.version = engine.version
         # The fleet ends it before, when the engine is gone without a word.
-        scope = asyncio.timeout_at(deadline)
+        scope = self._deadlines.at(deadline)
         try:
-            async with scope:
+            with scope:
                 engine.in_flight.add(scope)
                 await self._clients[engine].sample(
                     request, part.take if on_tokens is None else show
@@ -339,9 +340,9 @@ class Sampler:
             self._checks.look_at(engine)
             raise LostError(f"{engine.url} ({e})") from e
         except TimeoutError as e:
-            if not scope.expired():
+            if not scope.expired:
                 raise
-            if scope.when() == deadline:
+            if scope.when == deadline:
                 self._abort(engine.url, rid)
                 raise self._too_late() from e
             raise LostError(f"{engine.url} (it answers no checks)") from e

@@ -177,7 +177,12 @@ class ReplyText:
             ids: all of it, of an answer that nobody follows: they are read in one piece.
         """
         deltas: list[Delta] = []
-        self._ids += [i for i in ids if i not in self._hidden]
+        if ids and ids[-1] in self._hidden:  # mostly the only one
+            ids = ids[:-1]
+        if self._hidden.isdisjoint(ids):
+            self._ids += ids
+        else:
+            self._ids += [i for i in ids if i not in self._hidden]
         if self._stream is None or self._stream.is_within_character:
             # The stream keeps back bytes that are no character yet; now they show as U+FFFD.
             whole = self._tokenizer.decode(self._ids)

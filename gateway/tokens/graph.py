@@ -114,6 +114,8 @@ class TurnGraph:
         self._roots: dict[Key, None] = {}
         self._lengths: set[int] = set()
         """Lengths of the conversations that are no messages."""
+        self.keys: Keys | None = None
+        """Keys of the last short conversation; the next one mostly goes on from it."""
 
     def attach(self, root: Key, said: Said) -> tuple[Turn | None, int, BranchCause | None]:
         """Find the deepest turn that a request extends.

@@ -198,9 +198,14 @@ NO_TOOLS = Tools(())
 
 def root_key(tools: Sequence[Tool] | None, template_args: Mapping[str, Any]) -> Key:
     """Key of the empty conversation: what shapes the prompt besides the messages."""
+    if not tools and not template_args:
+        return _EMPTY_ROOT
     if isinstance(tools, Tools) and (key := tools.root_key(template_args)) is not None:
         return key
     return hashlib.blake2b(dumps([tools or None, template_args]), digest_size=16).digest()
+
+
+_EMPTY_ROOT: Final[Key] = hashlib.blake2b(dumps([None, {}]), digest_size=16).digest()
 
 
 def exact_key(
@@ -308,7 +313,9 @@ def system_of(messages: Sequence[Message]) -> Sequence[Message]:
 class Keys:
     """Keys of the beginnings of a conversation under one root."""
 
-    def __init__(self, root: Key, messages: Sequence[Message]) -> None:
+    def __init__(self, root: Key, messages: Sequence[Message], before: Keys | None = None) -> None:
+        """`before`: those of a conversation that this one may go on from, which are not made again
+        then."""
         self.root, self.messages = root, messages
         self._n_before = 0
         """Messages of the known prefix."""
@@ -318,12 +325,20 @@ class Keys:
             prefix = messages.prefix
             if Keys(root, messages.begin).prompt == prefix.begin:
                 self._n_before, rest, keys = prefix.n_messages, messages.new, [prefix.key]
-        key = keys[0]
         self._rest = [*rest]
-        for message in self._rest:
+        n = 0
+        if (
+            before is not None
+            and before.root == root
+            and not (self._n_before or before._n_before)
+            and self._rest[: len(before._rest)] == before._rest
+        ):
+            keys, n = [*before._keys], len(before._rest)
+        key = keys[-1]
+        for message in self._rest[n:] if n else self._rest:
             key = extend_key(key, message)
             keys.append(key)
-        self._keys = keys
+        self._keys: list[Key] = keys
         self.prompt: Key = key
         """Key of the whole conversation."""
 
@@ -472,11 +487,17 @@ class TurnMessages:
         if not self._limit:
             return None
         said = [*new, reply]
+        most = self._limit // (8 * len(said))  # a character is six bytes at most, as \u0000
+        if self._redact is None and all(
+            len(m) == 2 and type(m["content"]) is str and len(m["content"]) < most - 64
+            for m in said
+        ):
+            return said
         try:
             text = orjson.dumps(said)
             if self._redact is not None:
-                said = self._redact(orjson.loads(text))
-                text = orjson.dumps(said)
+                text = orjson.dumps(self._redact(orjson.loads(text)))
+                said = orjson.loads(text)
         except TypeError:  # an integer beyond 64 bits or half a surrogate: no Step can carry it
             return None
         except Exception:  # foreign code: what it did not redact is not kept

@@ -182,8 +182,13 @@ class ChatRenderer:
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
         context: int | None = None,
+        key: Key | None = None,
     ) -> TokenIds:
         """Ids that extend `turn` to the prompt of `known + new`.
+
+        Args:
+            key: of the system message that `known` begins with, under the root of the others;
+                None: it is made here.
 
         Raises:
             CutError: the template gives no safe place to cut.
@@ -195,7 +200,7 @@ class ChatRenderer:
         if close is None:
             raise CutError("no_turn_close")
         before = [*(m for m in known[:1] if m["role"] == "system"), _USER]
-        text = None if calls else self._plain(before, new, tools, template_args)
+        text = None if calls else self._plain(before, new, tools, template_args, key)
         if text is None:
             text = self._behind_nonce([*before, self._stub(calls), *new], tools, template_args)
         if not text.startswith(close.middle + close.text):
@@ -262,6 +267,7 @@ class ChatRenderer:
         new: Sequence[Message],
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
+        key: Key | None,
     ) -> str | None:
         """`_behind_nonce` of a turn without calls that one user's message follows, in which the
         template looks for nothing: what stands around it is known from other messages. None: it is
@@ -273,9 +279,10 @@ class ChatRenderer:
             return None
         if self._looked_for.search(content) is not None:
             return None
-        key = root_key(tools, template_args)
-        for message in before[:-1]:
-            key = extend_key(key, message)
+        if key is None:
+            key = root_key(tools, template_args)
+            for message in before[:-1]:
+                key = extend_key(key, message)
         if key not in self._around:  # to find it costs some renderings: the first one tells nothing
             if len(self._around) >= MAX_AROUND:
                 self._around.clear()

@@ -18,6 +18,7 @@ never tokenised.
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import re
@@ -38,6 +39,7 @@ from stepwell.gateway.tokens.template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
+_Characters = codecs.getincrementaldecoder("utf-8")
 _UNTRUSTED = ("user", "tool")
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 CHECK_EVERY = 1000
@@ -99,6 +101,9 @@ class ChatTokenizer:
         self._added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items()}
         by_bytes = '"ByteLevel"' in json.dumps(_spec(backend.decoder))
         self._bytes = _byte_alphabet() if by_bytes else None
+        only_bytes = (_spec(backend.decoder) or {}).get("type") == "ByteLevel"
+        self._pieces = _Pieces(backend) if only_bytes else None
+        """None: the decoder does more than to join bytes."""
         self._longest = _longest_token(backend)
         self._composes = '"NFC"' in json.dumps(_spec(backend.normalizer))
         self._begin = _frozen(self._find_begin())
@@ -190,7 +195,9 @@ class ChatTokenizer:
         return self._begin[:0] if has_it else self._begin
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        if self._pieces is None:
+            return self._backend.decode(list(ids), skip_special_tokens=False)
+        return b"".join(map(self._pieces.__getitem__, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that one token adds to a text: often no whole character."""
@@ -217,7 +224,7 @@ class ChatTokenizer:
         return self._backend
 
     def stream(self) -> TokenStream:
-        return TokenStream(self._backend)
+        return TokenStream(self._backend, self._pieces)
 
     def _find_begin(self) -> list[int]:
         ids: list[int] = self._backend.encode("a", add_special_tokens=True).ids
@@ -245,6 +252,25 @@ class ChatTokenizer:
             return message
         text = self._special_re.sub(f"{self._open}\\g<0>{self._shut}", content)
         return {**message, "content": text}
+
+
+class _Pieces(dict[int, bytes]):
+    """Bytes of each token of a byte-level vocabulary, as its decoder joins them: several times as
+    fast as to have the decoder do it."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        super().__init__()
+        self._backend = backend
+        self._alphabet = _byte_alphabet()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""  # the decoder leaves unknown ones out
+        if all(c in self._alphabet for c in token):
+            piece = bytes(self._alphabet[c] for c in token)
+        else:
+            piece = token.encode()
+        self[token_id] = piece
+        return piece
 
 
 class TextEncoder:
@@ -329,8 +355,11 @@ def _load(reference: Tokenizer) -> Any:
 class TokenStream:
     """Ids → text as they arrive: characters come out when their last byte is there."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, pieces: _Pieces | None = None) -> None:
+        """`pieces`: bytes of the tokens, where to join them is all that the decoder does."""
         self._tokenizer = tokenizer
+        self._pieces = pieces
+        self._characters = _Characters("replace")
         self._stream = DecodeStream(skip_special_tokens=False)
         self._held: list[int] = []
         """Ids since text last came out."""
@@ -338,9 +367,11 @@ class TokenStream:
     @property
     def is_within_character(self) -> bool:
         """The last ids have given no text yet."""
-        return bool(self._held)
+        return bool(self._held) if self._pieces is None else bool(self._characters.getstate()[0])
 
     def feed(self, ids: Sequence[int]) -> str:
+        if self._pieces is not None:
+            return self._characters.decode(b"".join(map(self._pieces.__getitem__, ids)))
         if len(ids) == 1:
             return self._step(ids[0])
         return "".join(map(self._step, ids))

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from stepwell.backends.engines.api import Sampling, TopLogProbs
 from stepwell.datapool.errors import DataPoolError
@@ -50,8 +50,7 @@ than this and sends its request again has given the first one up."""
 State: TypeAlias = Literal["generating", "committing", "done", "unstored", "failed"]
 
 
-@dataclass(frozen=True)
-class RetryKey:
+class RetryKey(msgspec.Struct, frozen=True, dict=True):
     """Key of the earlier call that a request may repeat."""
 
     key: str
@@ -83,11 +82,13 @@ class RetryKey:
 
     def of_prompt(self, i: int) -> RetryKey:
         """The key of the request's prompt `i`; the first one's is the request's own."""
-        return replace(self, key=f"{self.key}#{i}") if i else self
+        return structs.replace(self, key=f"{self.key}#{i}") if i else self
 
     def samples(self, n: int) -> list[RetryKey]:
         """The keys of `n` samples of one prompt."""
-        return [self] if n == 1 else [replace(self, key=f"{self.key}/{i}") for i in range(n)]
+        if n == 1:
+            return [self]
+        return [structs.replace(self, key=f"{self.key}/{i}") for i in range(n)]
 
 
 class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
@@ -244,33 +245,13 @@ class LiveCall:
         """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
         if not self.is_generated:
             return self.streamed_version
-        return max(span.version for span in self.generation.spans)
+        spans = self.generation.spans
+        return spans[0].version if len(spans) == 1 else max(span.version for span in spans)
 
     @property
     def is_due(self) -> bool:
         """There is something to do for it, and nothing does it."""
         return self.task is None and self.state in ("generating", "committing")
-
-    @property
-    def has_news(self) -> bool:
-        """A reader that has read nothing yet has something to read."""
-        return bool(self.deltas) or self.error is not None or self.state == "done"
-
-    def read(self) -> Iterator[tuple[Delta | LiveCall | GatewayError | None, list[SampledToken]]]:
-        """Yield each delta from the first on, with the tokens that it tells if the request asks for
-        log-probs; then the call itself with the rest of the tokens, once its Step is stored. Yield
-        the error of a call that failed, and None while there is nothing new, as often as asked."""
-        n_read = n_told = 0
-        while self.error is not None or self.state != "done" or n_read < len(self.deltas):
-            if n_read < len(self.deltas):
-                n = max(n_told, self.text.told[n_read]) if self.tokens else 0
-                yield self.deltas[n_read], self.tokens[n_told:n]
-                n_read, n_told = n_read + 1, n
-            else:
-                yield self.error, []
-        yield self, self.tokens[n_told:]
-        while True:
-            yield None, []
 
     def on_tokens(
         self,
@@ -395,6 +376,8 @@ class CallMemory:
             call, index, parent: what is to be stored, as this Step; the turn that it goes on from.
         """
         found: list[int] = []
+        if max(map(len, self._calls.values()), default=1) == 1:
+            return found
         for calls in self._calls.values():
             if len(calls) == 1 or not any(c.is_unseen for c in calls):
                 continue

@@ -51,7 +51,7 @@ from stepwell.datapool.remote.outbox import PictureSource
 from stepwell.datapool.types import GREEDY, OWNER, Step, unseen_key
 from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.errors import UNAVAILABLE, PoolSilentError, RequestError
-from stepwell.gateway.pool_access import POOL_FAILURE, PoolAccess, Unrecorded, ask
+from stepwell.gateway.pool_access import POOL_FAILURE, PoolAccess, Unrecorded
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.trajectory.calls import Call, CallMemory, LiveCall, restore
@@ -385,7 +385,7 @@ class LiveTrajectory:
                     pool_access.room_s,
                     pictures,
                 )
-                answer = await ask(stored, pool_access.timeout_s + pool_access.room_s)
+                answer = await pool_access.ask(stored, room=True)
                 if isinstance(answer, Base):
                     self.steps = max(self.steps, index + 1)
                     return self.add_turn(live, index, answer.crc)

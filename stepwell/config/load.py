@@ -261,7 +261,12 @@ def eval_config(
 
 
 TRAINERS_SECTIONS = RunConfig.model_fields.keys() & {
-    *("rollout", "async_training", "sampling", "algorithm", "trainer", "validation"),
+    "rollout",
+    "async_training",
+    "sampling",
+    "algorithm",
+    "trainer",
+    "validation",
     "data",
     "backend",
     "publish",

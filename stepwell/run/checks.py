@@ -61,7 +61,7 @@ from stepwell.trainer.config import DataConfig, HarborSource
 from stepwell.trainer.data import PromptSource, Task, open_conversations
 from stepwell.trainer.data.harbor import HarborTasks, refuse_image
 from stepwell.trainer.errors import ConfigError, TrainerError
-from stepwell.trainer.rewards import RewardManager
+from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.rollout.harbor import BUILDS
 from stepwell.trainer.sampling import GroupFilter

@@ -42,10 +42,10 @@ NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
-    cluster.add_node(num_cpus=1)
+    node = {"num_cpus": 1, "include_log_monitor": False}
+    head = {**node, "include_dashboard": False, "no_monitor": True}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(**node)
     ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
     yield cluster
     ray.shutdown()

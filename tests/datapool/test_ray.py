@@ -352,7 +352,7 @@ async def test_a_client_connects_again_to_the_pool_that_comes_back(own_actor, ma
 async def test_a_new_client_finds_a_pool_that_is_busy_with_a_bare_handles_calls(
     own_actor, make_step
 ):
-    calls = [own_actor.submit_step.remote(make_step("t", index=i)) for i in range(3000)]
+    calls = [own_actor.submit_step.remote(make_step("t", index=i)) for i in range(1500)]
     assert await client_of([own_actor]).submit_step(make_step("u", "q")) == "accepted"
     assert ray.wait(calls[-1:], timeout=0)[1], "its calls are not through yet"
     assert set(await asyncio.gather(*calls)) == {"accepted"}

@@ -19,7 +19,12 @@ import uvloop
 
 from stepwell.datapool import DataPoolClient, DataPoolError, Step
 from stepwell.datapool.codec import encoder
-from stepwell.datapool.errors import InvalidRequestError, InvalidStepError, UnknownLeaseError
+from stepwell.datapool.errors import (
+    InvalidRequestError,
+    InvalidStepError,
+    StepConflictError,
+    UnknownLeaseError,
+)
 from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Refusal, Resumed
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import wire
@@ -331,6 +336,40 @@ async def test_a_request_of_a_wrong_type_is_refused_by_name_and_the_others_go_on
         for refused in answers[1:4]:
             assert isinstance(refused, InvalidRequestError)
             assert "Expected `str`, got" in str(refused)
+        await client.close()
+
+
+async def test_submits_that_come_together_are_one_change_and_answered_each(make_step, tmp_path):
+    async with serving(folder=tmp_path / "pool") as (_, address):
+        client = DataPoolClient([FoundShard(address)])
+        await client.open_group("p", 3)
+        waiting = asyncio.create_task(client.lease_batch(timeout_s=None))
+        await until(lambda: client.shards[0].is_up)
+
+        async def rows():
+            return (await client.describe())["journal"]["rows_written"]
+
+        before = await rows()
+        one = make_step("a", "p", is_last=True)
+        answers = await asyncio.gather(
+            client.submit_steps([one, make_step("b", "p", 0)]),
+            client.submit_step(make_step("a", "p", response_ids=[7])),
+            client.submit_step(make_step("v"), channel="val"),
+            client.submit_step(one),
+            client.submit_steps([make_step("b", "p", 1, is_last=True)]),
+            client.submit_step(make_step("c", "p", is_last=True)),
+            return_exceptions=True,
+        )
+        assert answers[0] == ["accepted", "accepted"]
+        assert isinstance(answers[1], StepConflictError)
+        assert answers[2:] == ["accepted", "duplicate", ["accepted"], "accepted"]
+        served = (await waiting).groups[0].trajectories
+        assert [(t.trajectory_uid, len(t.steps)) for t in served] == [("a", 1), ("b", 2), ("c", 1)]
+        statistics = await client.get_statistics("train")
+        assert (statistics["steps"]["submitted"], statistics["steps"]["accepted"]) == (6, 4)
+        # Prompts of the two groups, steps of "p" before and after those of "val", those of "val",
+        # the decision on "p", and its lease.
+        assert await rows() - before <= 8
         await client.close()
 
 

@@ -19,10 +19,11 @@ from transformers import AutoTokenizer
 from stepwell.backends.verl.backend import lay_out
 from stepwell.backends.verl.rows import build
 from stepwell.config.migration import find, known_as
-from stepwell.trainer.config import CustomSource, ParquetSource
+from stepwell.trainer.config import CustomSource, ParquetSource, RewardConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import DataError
-from stepwell.trainer.rewards import RewardConfig, RewardManager, RewardResult, RewardSample
+from stepwell.trainer.rewards.base import RewardResult, RewardSample
+from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.tools import ToolAgent, ToolBox
 from tests.gateway.conftest import worlds  # noqa: F401  # a fixture

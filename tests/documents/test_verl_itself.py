@@ -40,10 +40,11 @@ from verl.workers.reward_manager import (
 
 from stepwell.backends.verl.backend import VerlBackend
 from stepwell.datapool.types import Group, Step, Trajectory
-from stepwell.trainer.config import CustomSource, ParquetSource, Truncation
+from stepwell.trainer.config import CustomSource, ParquetSource, RewardConfig, Truncation
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.data.prompt_length import PromptMeter
-from stepwell.trainer.rewards import RewardConfig, RewardManager, RewardSample
+from stepwell.trainer.rewards.base import RewardSample
+from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.scoring import EXTRA, Scorer
 from stepwell.trainer.tools import ToolBox
 from tests.trainer.rewards.sandbox_server import SandboxServer, sandbox

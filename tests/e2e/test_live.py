@@ -1,15 +1,16 @@
 """A run that is served, agents that nobody of ours started, and a trainer that is killed and
-attached again: the agents notice nothing but better weights."""
+attached again: the agents notice nothing but better weights. And `stepwell try` at its gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,16 +21,20 @@ import pytest
 
 from stepwell import connect
 from stepwell.backends.engines.client import EngineClient
+from stepwell.cli.main import main
 from stepwell.datapool.types import TRAIN
 from stepwell.run.folder import live_run
 from stepwell.trainer.ledger import LEDGER, audit
 from stepwell.trainer.metrics import read_metrics
 from tests.builders import until
 from tests.e2e.conftest import ROOT
+from tests.e2e.test_try import harness
 
 pytestmark = pytest.mark.e2e
 
 AGENTS = 3
+REST_S = 0.2
+"""Between two groups of an agent: a trainer that starts takes far longer than two groups need."""
 LIMIT_S = 240.0
 SMALL = (
     "logging.wandb=disabled",
@@ -98,6 +103,7 @@ class Service:
                 group = await self._post(http, f"{self.gateway}/v1/groups", {"n": 2})
                 for reward, opened in enumerate(group.get("trajectories", ())):
                     await self._answer(http, opened["base_url"], reward)
+                await asyncio.sleep(REST_S)
 
     async def _answer(self, http: aiohttp.ClientSession, url: str, reward: float) -> None:
         messages = [{"role": "user", "content": f"What is {self.answers} + 2?"}]
@@ -123,45 +129,68 @@ def steps_of(folder: Path) -> list[int]:
     return [record["step"] for record in read_metrics(path)] if path.exists() else []
 
 
-async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(tmp_path: Path) -> None:
-    folder, serve_log = tmp_path / "live", tmp_path / "serve.txt"
+@dataclass(frozen=True)
+class Served:
+    """A run that `stepwell serve` serves."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One run for all tests of this file; SIGINT ends it."""
+    path = tmp_path_factory.mktemp("served")
+    folder, log = path / "live", path / "serve.txt"
     run = ("--config", "live", f"run.dir={folder}", "run.name=e2e", *SMALL)
-    async with command("serve", *run, log=serve_log) as served:
-        await while_it_runs(served, serve_log, lambda: "Ctrl-C" in serve_log.read_text())
-        told = serve_log.read_text()
-        assert f"stepwell train --attach {folder}" in told
-        found = re.search(r"OPENAI_BASE_URL=(\S+)/v1", told)
-        assert found is not None
-        service, stop = Service(found[1]), asyncio.Event()
-        agents = [asyncio.create_task(service.serve(stop)) for _ in range(AGENTS)]
+    process = start("serve", *run, log=log)
+    try:
+        asyncio.run(while_it_runs(process, log, lambda: "Ctrl-C" in said(log)))
+        yield Served(process, folder, log)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130, said(log)
+    finally:
+        process.kill()
+        process.wait()
 
-        log = tmp_path / "first.txt"
-        async with command("train", "--attach", str(folder), log=log) as trainer:
-            await while_it_runs(trainer, log, lambda: len(steps_of(folder)) >= 3)
-            urls = live_run(folder).engines.urls  # type: ignore[union-attr]  # it is up
-            async with EngineClient(urls[0]) as engine:
-                await engine.pause("retract")  # as if it had begun to publish
-            trainer.send_signal(signal.SIGKILL)
-        killed_after, answers = max(steps_of(folder)), service.answers
-        await while_it_runs(served, serve_log, lambda: service.answers > answers + 2 * AGENTS)
 
-        log = tmp_path / "second.txt"
-        total = killed_after + 3
-        again = ("train", "--attach", str(folder), f"trainer.total_steps={total}")
-        async with command(*again, log=log) as trainer:
-            await while_it_runs(served, serve_log, lambda: trainer.poll() is not None)
-            assert trainer.returncode == 0, log.read_text()
-        assert "resumed at optimizer step" in log.read_text()
+async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(
+    served: Served, tmp_path: Path
+) -> None:
+    folder = served.folder
+    told = said(served.log)
+    assert f"stepwell train --attach {folder}" in told
+    found = re.search(r"OPENAI_BASE_URL=(\S+)/v1", told)
+    assert found is not None
+    service, stop = Service(found[1]), asyncio.Event()
+    agents = [asyncio.create_task(service.serve(stop)) for _ in range(AGENTS)]
 
-        answers = service.answers
-        # it goes on without the trainer
-        await while_it_runs(served, serve_log, lambda: service.answers > answers)
-        stop.set()
-        await asyncio.gather(*agents)
-        async with connect(folder) as pool:
-            groups = (await pool.get_statistics(TRAIN))["groups"]
-        served.send_signal(signal.SIGINT)
-        await while_it_runs(served, serve_log, lambda: served.poll() is not None)
+    log = tmp_path / "first.txt"
+    async with command("train", "--attach", str(folder), log=log) as trainer:
+        await while_it_runs(trainer, log, lambda: len(steps_of(folder)) >= 3)
+        urls = live_run(folder).engines.urls  # type: ignore[union-attr]  # it is up
+        async with EngineClient(urls[0]) as engine:
+            await engine.pause("retract")  # as if it had begun to publish
+        trainer.send_signal(signal.SIGKILL)
+    killed_after, answers = max(steps_of(folder)), service.answers
+    await while_it_runs(served.process, served.log, lambda: service.answers > answers + 2 * AGENTS)
+
+    log = tmp_path / "second.txt"
+    total = killed_after + 3
+    again = ("train", "--attach", str(folder), f"trainer.total_steps={total}")
+    async with command(*again, log=log) as trainer:
+        await while_it_runs(served.process, served.log, lambda: trainer.poll() is not None)
+        assert trainer.returncode == 0, log.read_text()
+    assert "resumed at optimizer step" in log.read_text()
+
+    answers = service.answers
+    # it goes on without the trainer
+    await while_it_runs(served.process, served.log, lambda: service.answers > answers)
+    stop.set()
+    await asyncio.gather(*agents)
+    async with connect(folder) as pool:
+        groups = (await pool.get_statistics(TRAIN))["groups"]
 
     assert service.failures == []
     assert steps_of(folder)[-1] == total
@@ -174,3 +203,40 @@ async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(tmp_p
     assert None not in (summary["eval_before"], summary["eval_after"])  # of what is held out
     assert service.versions[-1] > killed_after
     assert service.versions[0] == 0
+
+
+def test_a_rollout_that_is_tried_at_its_gateway_and_fails_is_shown_with_its_reason(
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["try", harness(tmp_path, 3), shlex.quote("What?"), "--run", str(served.folder)]
+    assert main(argv) == 1
+    shown = capsys.readouterr().out
+    assert "failed: HarnessError: exit status 3: asked twice" in shown
+
+
+def test_a_rollout_that_is_tried_on_a_task_of_the_data_is_graded_as_it_says(
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = harness(tmp_path, 0)
+    rows = [
+        {"question": "?", "answer": "", "instance_id": word, "metadata": {"echo": word}}
+        for word in ("0.75", "0.25")
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    grade = {"command": ["sh", "-c", "echo {task.metadata.echo} > r"], "file": "r"}
+    keys = ["data=tasks.jsonl", f"rollout.harness.grade={json.dumps(grade)}"]
+    where = ["--run", str(served.folder)]
+    assert main(["try", mine, "--json", "--task", "1", *where, *keys]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ended"] == "complete"
+    (branch,) = told["branches"]
+    assert branch["reward"] == 0.25
+    assert branch["prompt_uid"].startswith("0.25-")

@@ -20,7 +20,7 @@ from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.trainer.config import RewardConfig, RolloutConfig
-from stepwell.trainer.rewards import RewardManager
+from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.gateway.conftest import QUICKSTART, local_pool, make_tokenizer, port_of, serving
 from tests.helpers import serving_posts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
@@ -125,3 +126,17 @@ async def test_a_score_with_a_label_is_taken_whole_by_a_group_that_waits_for_sco
     assert status == 200, got
     [group] = (await waiting).groups
     assert group.trajectories[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["feedback", "rewards", "groups", "complete_trajectory", "../init_trajectory"],
+)
+async def test_a_body_that_is_no_json_is_told_so(world: Any, path: str) -> None:
+    async with (
+        aiohttp.ClientSession(headers={"content-type": "application/json"}) as http,
+        http.post(f"{world.url}/v1/{path}", data=b'{"score": 1') as answer,
+    ):
+        told = (await answer.json())["error"]["message"]
+    assert answer.status == 400
+    assert told.startswith("the request's body is no JSON: ")

@@ -10,11 +10,11 @@ import hashlib
 import json
 import random
 from collections.abc import Callable
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from stepwell.gateway import known_bodies
 from stepwell.gateway.access import OPERATOR
@@ -40,6 +40,7 @@ from stepwell.gateway.web import body_digest, parse_object
 
 Body = dict[str, Any]
 URL = ("t", "p")
+PATH = "/v1/messages"
 WORDS = ("read", 'the "file"', "a\\b", "né", "日本", "😀", "\n", "</think>", "  ", "{}", "1,2", "[")
 NORMALIZE = Normalizer([NormalizeRule(role="system", pattern=r"clock \d+", replacement="clock")])
 
@@ -290,12 +291,12 @@ def same(got: Any, wanted: Any) -> None:
     if isinstance(wanted, tuple):
         assert got == wanted
         return
-    for each in fields(Parsed):
+    for each in structs.fields(Parsed):
         if each.name not in ("call", "options", "digest", "remember"):
             assert getattr(got, each.name) == getattr(wanted, each.name), each.name
     assert options_of(got) == options_of(wanted)
-    for field in fields(ChatRequest):
-        if field.init and field.name not in ("messages", "began_at"):
+    for field in structs.fields(ChatRequest):
+        if field.name not in ("messages", "began_at", "_keys"):
             assert getattr(got.call, field.name) == getattr(wanted.call, field.name), field.name
 
 
@@ -315,7 +316,7 @@ def short_bodies_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [Chat, Anthropic, Responses, GeminiBodies])
 def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[Chat]) -> None:
-    n_known = n_attached = 0
+    n_known = n_framed = n_attached = 0
     for seed in range(300):
         rng = random.Random(seed)
         bodies = KnownBodies()
@@ -324,10 +325,11 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
         body, style = made.begin(), rng.randrange(4)
         for _ in range(10):
             sent = written(body, made.name, rng, style)
-            n = bodies.n_known
+            n, framed = bodies.n_known, bodies.n_framed
 
             def read(sent: bytes = sent, dialect: Dialect = dialect) -> Parsed:
-                parsed = bodies.read(dialect, sent, OPERATOR, URL)  # noqa: B023
+                asked = dialect, sent, PATH, OPERATOR, URL
+                parsed = bodies.read(*asked) or bodies.read_new(*asked)  # noqa: B023
                 return parsed or dialect.parse(parse_object(sent), OPERATOR)
 
             def whole(sent: bytes = sent, plain: Dialect = plain) -> Parsed:
@@ -342,6 +344,7 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
                     add_echoes(graph, wanted.call)
                 n_attached += check_call(got.call, wanted.call, graph, got.remember)
                 n_known += bodies.n_known - n
+                n_framed += bodies.n_framed - framed
             if rng.random() < 0.25:
                 body = edited(body, made.name, made)
             elif isinstance(got, Parsed):
@@ -349,6 +352,7 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
             else:
                 body = made.begin()
     assert n_known > 500
+    assert n_framed > 300
     assert n_attached > 300
 
 
@@ -357,8 +361,8 @@ def check_call(
 ) -> bool:
     """Compare a call with the one of the whole body as the graph sees it. Return true if it extends
     a turn and its beginning was not read."""
-    got = replace(got, messages=NORMALIZE(got.messages))
-    wanted = replace(wanted, messages=NORMALIZE(wanted.messages))
+    got = got.changed(messages=NORMALIZE(got.messages))
+    wanted = wanted.changed(messages=NORMALIZE(wanted.messages))
     key = root = root_key([*wanted.tools] if wanted.tools else None, wanted.template_args or {})
     for message in wanted.messages:
         key = extend_key(key, message)
@@ -409,7 +413,9 @@ def test_marks_serve_only_the_trajectory_or_the_caller_that_left_them() -> None:
 
     def read(messages: list[Any], url: Any, caller: Any = OPERATOR) -> bool:
         n = bodies.n_known
-        parsed = bodies.read(dialect, json.dumps({"messages": messages}).encode(), caller, url)
+        body = json.dumps({"messages": messages}).encode()
+        asked = dialect, body, PATH, caller, url
+        parsed = bodies.read(*asked) or bodies.read_new(*asked)
         assert parsed is not None
         assert parsed.remember is not None
         parsed.remember(parsed.call)
@@ -428,10 +434,12 @@ def test_deletion_leaves_no_text() -> None:
     bodies, dialect = KnownBodies(), OpenAIChat()
     tool = {"type": "function", "function": {"name": "f"}}
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
-    parsed = bodies.read(dialect, json.dumps(body).encode(), OPERATOR, URL)
+    parsed = bodies.read_new(dialect, json.dumps(body).encode(), PATH, OPERATOR, URL)
     assert parsed is not None
     assert parsed.remember is not None
     parsed.remember(parsed.call)
     assert bodies._tools
+    assert bodies._frames
     bodies.forget()
     assert not bodies._tools
+    assert not bodies._frames

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from stepwell.gateway.config import Tuning
-from stepwell.gateway.limits import FIRST, MOST, Pace
+from stepwell.gateway.limits import FIRST, MOST, Deadlines, Pace
 
 # -- pace ------------------------------------------------------------------------------------
 
@@ -73,6 +73,46 @@ async def test_who_waits_and_leaves_holds_nobody_up() -> None:
     tasks[-2].cancel()
     await asyncio.wait_for(tasks[-1], 5)
     await asyncio.wait_for(pace.keep(), 5)
+
+
+# -- deadlines -------------------------------------------------------------------------------
+
+
+async def test_a_deadline_ends_its_block_alone() -> None:
+    deadlines, loop = Deadlines(), asyncio.get_running_loop()
+
+    async def wait(seconds: float) -> str:
+        try:
+            with deadlines.at(loop.time() + seconds):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            return f"{seconds}"
+        return "?"
+
+    later = asyncio.create_task(wait(60.0))
+    assert await asyncio.gather(wait(0.03), wait(0.01), wait(-1.0)) == ["0.03", "0.01", "-1.0"]
+    assert not later.done()
+    later.cancel()
+    with pytest.raises(asyncio.CancelledError):  # a cancellation of somebody else's is no time-out
+        await later
+
+
+async def test_a_block_that_ends_in_time_is_not_cancelled_later() -> None:
+    deadlines, loop = Deadlines(), asyncio.get_running_loop()
+    with deadlines.at(loop.time() + 0.01):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.03)
+
+    async def moved() -> None:
+        with deadlines.at(loop.time() + 60.0) as deadline:
+            loop.call_later(0.01, deadline.reschedule, loop.time())
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await moved()
+    current = asyncio.current_task()
+    assert current is not None
+    assert current.cancelling() == 0
 
 
 # -- paths and prompts -----------------------------------------------------------------------

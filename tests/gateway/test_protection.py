@@ -66,14 +66,16 @@ class Crowd:
 
     async def _call(self, number: int) -> None:
         try:
-            async with self.limits:
-                self.running.append(number)
-                try:
-                    await self._ends[number].wait()
-                finally:
-                    self.running.remove(number)
+            await self.limits.enter()
         except RateLimitedError:
             self.refused.append(number)
+            return
+        self.running.append(number)
+        try:
+            await self._ends[number].wait()
+        finally:
+            self.limits.leave()
+            self.running.remove(number)
 
 
 class Rules:

@@ -135,7 +135,6 @@ async def test_a_failure_behind_deltas_that_show_nothing_is_told_at_once() -> No
     writer.begin.return_value = writer.delta.return_value = b""
     writer.failed.return_value = b"failed"
     connection.drain = AsyncMock()
-    await exchange.begin()
     async with asyncio.timeout(5):
-        assert await exchange.write(writer, connection) == b"failed"
+        assert await exchange.write(lambda: writer, connection) == b"failed"
     connection.write_piece.assert_not_called()

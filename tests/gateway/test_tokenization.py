@@ -132,3 +132,29 @@ def unknown_without_bytes(backend: Tokenizer) -> None:
 )
 def test_a_tokenizer_that_may_drop_characters_says_nothing_by_length(change: Change) -> None:
     assert changed(change).fewest_tokens("a" * 10_000) == 0
+
+
+# -- text of ids -----------------------------------------------------------------------------
+
+
+def byte_level(*added: str) -> ChatTokenizer:
+    backend = make_backend("qwen3")
+    backend.add_tokens([AddedToken(text) for text in added])
+    return ChatTokenizer(backend, make_template("qwen3"))
+
+
+@cache
+def odd_words() -> ChatTokenizer:
+    """Added tokens that a byte-level decoder takes for bytes, and ones that it does not."""
+    return byte_level("Ġword", "two words", "é", "日本", "\ufffd")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "qwen3", "llama3", "sentence pieces", "odd words"])
+@given(data=st.data())
+def test_any_ids_read_as_the_tokenizer_itself_reads_them(name: str, data: st.DataObject) -> None:
+    tokenizer = odd_words() if name == "odd words" else KEEPING[name]()
+    last = tokenizer.vocabulary - 1
+    ids = data.draw(st.lists(st.integers(0, last) | st.integers(max(last - 9, 0), last)))
+    whole = tokenizer.encode(data.draw(TEXTS).encode(errors="ignore").decode()).tolist()
+    for each in (ids, whole[: len(whole) // 2 + 1], [*whole[:3], *ids]):
+        assert tokenizer.decode(each) == tokenizer.backend.decode(each, skip_special_tokens=False)

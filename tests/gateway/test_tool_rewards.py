@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepwell.trainer.rewards import RewardConfig
+from stepwell.trainer.config import RewardConfig
 from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.tools import Tool, ToolAgent
 

@@ -221,7 +221,7 @@ BAD = {
     "children": ("(sleep 600 &); sleep 601 & exit 4", "exit status 4"),
     "no_such_program": ("exec nowhere", "exit status 127"),
 }
-"""What a harness does, with bash and a few programs, and the reason of its loss."""
+"""Bad commands of a harness, as bash runs them, and the reason of each loss."""
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "podman"])

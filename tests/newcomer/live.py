@@ -17,7 +17,10 @@ from tests.newcomer.mistakes import LOADED, RUNNING, Mistake, make
 from tests.newcomer.user import ROOT, Step, User, WentWrongError, documented, emptied, where
 
 TRAINED_STEPS = 4
-PACKAGES = ("openai", "ai", "@ai-sdk/openai-compatible", "zod")
+PACKAGES = ("openai", "ai", "@ai-sdk/openai-compatible", "zod", "typescript", "@types/node")
+TYPED = "(low: number, high: number) {"
+STRICT = ("--strict", "--noEmit", "--skipLibCheck")
+NODE = ("--module", "nodenext", "--target", "es2022", "--types", "node")
 CALLED_S = 30.0
 """The first Steps of the service are in the pool within this."""
 CONNECT = """\
@@ -159,6 +162,11 @@ def _javascript(user: User, folder: Path, openai: dict[str, str]) -> None:
         (here / file).write_text(documented(file, "docs/agents.md"))
     with user.step(f"npm install {' '.join(PACKAGES)}"):
         user.run("npm", "install", "--no-audit", "--no-fund", *PACKAGES, cwd=here)
+    with user.step("both are TypeScript, to its strict compiler, as the page says"):
+        for name in ("service", "agent"):
+            text = (here / f"{name}.mjs").read_text()
+            (here / f"{name}.mts").write_text(text.replace("(low, high) {", TYPED))
+        user.run("npx", "tsc", *STRICT, *NODE, "service.mts", "agent.mts", cwd=here)
     with user.step("service.mjs and agent.mjs of docs/agents.md call it"):
         calls = here / "service.log"
         before = _accepted(user, folder)

@@ -170,17 +170,18 @@ def ended_run(folder: Path) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str], folder: Path) -> dict[str, Finding]:
-    """By name, of the files and the score."""
+    """By name, of Ray, the files and the score."""
     main(["doctor", str(folder), "--json"])
     found = [Finding(**finding) for finding in json.loads(capsys.readouterr().out)]
-    return {f.name: f for f in found if f.name in ("files", "learning", "gateway")}
+    return {f.name: f for f in found if f.name in ("ray", "files", "learning", "gateway")}
 
 
 def test_a_run_that_has_ended_is_looked_at_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = told(capsys, ended_run(tmp_path))
-    assert found.keys() == {"files", "learning"}
+    assert found.keys() == {"ray", "files", "learning"}
+    assert found["ray"].state == "ok"  # one was started
     assert found["files"].text == "the run has ended; version 3, 1 entries in its ledger"
     assert found["learning"].state == "warning"
     assert "fell from 0.35 to 0.00" in found["learning"].text
@@ -188,8 +189,12 @@ def test_a_run_that_has_ended_is_looked_at_too(
 
 @pytest.mark.parametrize("name", ["run.json", "weights/current.json", "checkpoints/ledger.jsonl"])
 def test_a_damaged_file_of_a_run_is_a_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ) -> None:
+    monkeypatch.setattr(doctor, "ray_starts", lambda config: [Finding("ray", "ok", "starts")])
     file = ended_run(tmp_path) / name
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

@@ -244,11 +244,10 @@ def test_the_order_does_not_depend_on_the_numbers_that_ray_gives(rng: random.Ran
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[None]:
     """Two nodes of two GPUs each, as Ray is told; the driver is on the first."""
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False},
-    )
-    cluster.add_node(num_cpus=2, num_gpus=2)
+    node = {"num_cpus": 2, "num_gpus": 2, "include_log_monitor": False}
+    head = {**node, "include_dashboard": False, "no_monitor": True}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(**node)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()

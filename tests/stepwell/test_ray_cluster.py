@@ -23,7 +23,7 @@ from pydantic import SecretStr
 from ray.cluster_utils import Cluster
 
 from stepwell.cluster.parts import start_cluster
-from stepwell.cluster.ray import connected, joined
+from stepwell.cluster.ray import joined
 from stepwell.layout import GATEWAY_KEY
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.worker import RolloutWorker
@@ -60,7 +60,8 @@ with connected(None, "test", 100):
 
 
 VARIABLES = """
-import os, subprocess, ray
+import os, subprocess
+import psutil, ray
 from stepwell.cluster.ray import connected, environment
 
 @ray.remote(num_cpus=0)
@@ -68,10 +69,15 @@ class Rank:
     def seen(self):
         name = "GLOO_SOCKET_IFNAME"
         child = subprocess.check_output(["printenv", name], text=True)  # as an engine is started
-        return os.environ[name], child
+        return os.environ[name], child.strip()
 
 with environment(GLOO_SOCKET_IFNAME="lo"), connected(None, "test", 100):
-    print(*ray.get(Rank.remote().seen.remote()), os.environ["GLOO_SOCKET_IFNAME"])
+    rank = Rank.remote()
+    print(*ray.get(rank.seen.remote()), os.environ["GLOO_SOCKET_IFNAME"])
+    for process in psutil.Process().children(recursive=True):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                print(process.name(), connection.laddr.ip)
 print(os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
@@ -85,11 +91,26 @@ def _gone(pids: list[int], timeout_s: float = 60.0) -> bool:
     return not left
 
 
-def test_variables_reach_ranks_engines_and_the_driver_and_end_with_the_run() -> None:
+@pytest.fixture(scope="module")
+def said() -> list[list[str]]:
+    """Words of the lines that a driver with variables and a Ray of its own prints."""
     done = subprocess.run(
         [sys.executable, "-c", VARIABLES], capture_output=True, text=True, check=True, timeout=120
     )
-    assert done.stdout.split() == ["lo", "lo", "lo", "None"]
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_variables_reach_ranks_engines_and_the_driver_and_end_with_the_run(
+    said: list[list[str]],
+) -> None:
+    (first, *_, last) = said
+    assert [*first, *last] == ["lo", "lo", "lo", "None"]
+
+
+def test_rays_ports_are_on_loopback(said: list[list[str]]) -> None:
+    _, *listening, _ = said
+    assert len(listening) > 3
+    assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}, listening
 
 
 @pytest.mark.parametrize(
@@ -111,28 +132,6 @@ def test_no_process_is_left_whoever_is_killed(dies: str) -> None:
         driver.kill()
         driver.wait()
     assert _gone(pids)
-
-
-def test_rays_ports_are_on_loopback() -> None:
-    # The Ray that other tests share is a child of this process too, and listens everywhere.
-    others = psutil.Process().children(recursive=True)
-    with connected(None, "test", 100):
-        actor = ray.remote(num_cpus=0)(Where).remote()
-        ray.get(actor.pid.remote())
-        listening = [
-            (process.name(), connection.laddr.ip)
-            for process in psutil.Process().children(recursive=True)
-            if process not in others
-            for connection in process.net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        ]
-    assert len(listening) > 3
-    assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}, listening
-
-
-class Where:
-    def pid(self) -> int:
-        return os.getpid()
 
 
 def test_an_address_where_nothing_answers_is_one_clear_error() -> None:

@@ -15,9 +15,14 @@ from transformers import AutoTokenizer
 
 from stepwell.datapool.types import Group, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
-from stepwell.trainer.config import AdvantageConfig, DataConfig, OverlongBufferConfig, RolloutConfig
+from stepwell.trainer.config import (
+    AdvantageConfig,
+    DataConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from stepwell.trainer.errors import RewardError
-from stepwell.trainer.rewards import RewardConfig
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
 from tests.builders import step
 from tests.trainer.small_run import RecordingBackend, small_config, small_run

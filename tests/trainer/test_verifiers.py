@@ -45,7 +45,9 @@ def test_the_train_client_renders_with_the_runs_model() -> None:
     run = loaded("data.train.client=train")
     assert run.rollout.harness is not None
     assert run.rollout.harness.command[-4:] == (
-        *("--client", "train", "--tokenizer"),
+        "--client",
+        "train",
+        "--tokenizer",
         str(run.model.path.absolute()),
     )
 

@@ -13,33 +13,6 @@ its place is made once, with the configured `kwargs`, and then called. With the 
 `group` the four arguments are lists, and so is the result.
 
 Owns: finding the function, running it under a time limit, trying again, telling a score from a
-failure. Does not own: what happens to a trajectory without a score (`trainer/scoring.py`).
+failure. Does not own: what happens to a trajectory without a score (`trainer/scoring.py`). Imports
+nothing: each process of a function (`worker.py`) would load it.
 """
-
-from stepwell.trainer.config import RewardConfig
-from stepwell.trainer.errors import (
-    RewardCrashError,
-    RewardError,
-    RewardLoadError,
-    RewardTimeoutError,
-    RewardValueError,
-)
-from stepwell.trainer.rewards.base import RewardFn, RewardResult, RewardSample, last_boxed
-from stepwell.trainer.rewards.loading import BUILT_IN, load_reward
-from stepwell.trainer.rewards.manager import RewardManager
-
-__all__ = [
-    "BUILT_IN",
-    "RewardConfig",
-    "RewardCrashError",
-    "RewardError",
-    "RewardFn",
-    "RewardLoadError",
-    "RewardManager",
-    "RewardResult",
-    "RewardSample",
-    "RewardTimeoutError",
-    "RewardValueError",
-    "last_boxed",
-    "load_reward",
-]

@@ -145,8 +145,13 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
 
 
 _CLIENTS = (
-    *("HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "DOCKER_CONFIG"),
-    *("CONTAINER_HOST", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"),
+    "HOME",
+    "XDG_RUNTIME_DIR",
+    "DOCKER_HOST",
+    "DOCKER_CONFIG",
+    "CONTAINER_HOST",
+    "CONTAINERS_CONF",
+    "CONTAINERS_STORAGE_CONF",
 )
 """Variables by which docker and podman find their settings, daemon, images and logins."""
 

@@ -1,7 +1,7 @@
 """A Dynamo of one worker, written from the source of 1.6.1, whose SGLang is an embedded engine.
 
     async with dynamo(sglang) as (frontend, worker): …
-    with in_a_thread(sglang) as (frontend, worker): …
+    with in_a_thread(dynamo(sglang)) as (frontend, worker): …
 
 What is Dynamo's own is here: `lib/llm/src/http/service/sglang_generate.rs` (the frontend's
 `/generate`), `lib/runtime/src/system_status_server.rs` (`/health`, `/engine/…` of a worker),
@@ -16,8 +16,13 @@ import json
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from typing import Any, TypeVar
 
 import aiohttp
 from starlette.applications import Starlette
@@ -27,6 +32,8 @@ from starlette.routing import Route
 
 from stepwell.backends.engines.dynamo import EXPOSED
 from tests.gateway.conftest import serving
+
+T = TypeVar("T")
 
 ALL_METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
 FIXED = frozenset(
@@ -161,16 +168,16 @@ async def dynamo(sglang: str, exposed: str = EXPOSED) -> AsyncIterator[tuple[str
 
 
 @contextmanager
-def in_a_thread(sglang: str) -> Iterator[tuple[str, str]]:
-    """The same for tests that each have an event loop of their own."""
+def in_a_thread(server: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """The addresses of a server in a thread, for tests that each have an event loop of their own,
+    or none."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    both = dynamo(sglang)
     try:
-        yield asyncio.run_coroutine_threadsafe(both.__aenter__(), loop).result()
+        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
     finally:
-        asyncio.run_coroutine_threadsafe(both.__aexit__(None, None, None), loop).result()
+        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

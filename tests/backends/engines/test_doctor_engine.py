@@ -23,7 +23,17 @@ from stepwell.cli.main import main
 from stepwell.show.engine import check_engine
 from tests.backends.engines import table
 from tests.backends.engines.doctor_answers import Answer, given_again, read, run_doctor
+from tests.backends.engines.dynamo_server import in_a_thread
 from tests.gateway.conftest import serving
+
+
+def doctor_here(
+    server: Starlette, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, dict[str, Any]]:
+    """The same as `run_doctor`, of an app, in this process, which has imported all of it."""
+    with in_a_thread(serving(server)) as url:
+        code = main(["doctor", "--engine", url, "--json"])
+    return code, {f["name"]: f for f in json.loads(capsys.readouterr().out)}
 
 
 async def test_an_engine_of_ours_lacks_nothing_and_is_left_as_it_was(
@@ -37,9 +47,8 @@ async def test_an_engine_of_ours_lacks_nothing_and_is_left_as_it_was(
     assert await client.model_info() == before
 
 
-async def test_a_real_sglang_lacks_nothing() -> None:
-    async with serving(given_again(read("sglang"))) as url:
-        code, told = await run_doctor(url)
+def test_a_real_sglang_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = doctor_here(given_again(read("sglang")), capsys)
     assert {name: f["text"] for name, f in told.items() if f["state"] != "ok"} == {}
     assert code == 0
     assert told["engine"]["text"] == "sglang 0.5.23"
@@ -63,9 +72,8 @@ async def test_what_is_taken_from_a_real_sglang_is_missed(path: str) -> None:
         assert (told[name].remedy or "").startswith("without it: ")
 
 
-async def test_a_real_vllm_lacks_nothing() -> None:
-    async with serving(given_again(read("vllm"))) as url:
-        code, told = await run_doctor(url)
+def test_a_real_vllm_lacks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = doctor_here(given_again(read("vllm")), capsys)
     assert {name: f["text"] for name, f in told.items() if f["state"] != "ok"} == {}
     assert code == 0
     assert told["engine"]["text"] == "vllm 0.32.0"
@@ -89,13 +97,14 @@ async def test_what_is_taken_from_a_real_vllm_is_missed(path: str) -> None:
         assert (told[name].remedy or "").startswith("without it: ")
 
 
-async def test_a_server_that_gives_text_without_ids_is_refused_with_the_reason() -> None:
+def test_a_server_that_gives_text_without_ids_is_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The answers of a real vLLM of which only OpenAI's routes are left."""
     answers = [a for a in read("vllm") if a.path in ("/health", "/v1/models")]
     answers = [a._replace(text=a.text.replace('"vllm"', '"somebody"')) for a in answers]
     chat = Answer("OPTIONS", "/v1/chat/completions", False, 405, "application/json", "{}")
-    async with serving(given_again([*answers, chat])) as url:
-        code, told = await run_doctor(url)
+    code, told = doctor_here(given_again([*answers, chat]), capsys)
     assert code == 1
     assert told["engine"]["state"] == "problem"
     assert "somebody has no /generate: it speaks OpenAI's API" in told["engine"]["text"]
@@ -103,12 +112,11 @@ async def test_a_server_that_gives_text_without_ids_is_refused_with_the_reason()
     assert "start SGLang 0.5.23" in told["engine"]["remedy"]
 
 
-async def test_an_older_sglang_is_told_to_be_one() -> None:
+def test_an_older_sglang_is_told_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     later = ("/begin_weight_update", "/end_weight_update", "/v1/loads")  # as 0.5.9
     answers = [a for a in read("sglang") if a.path not in later]
     answers = [a._replace(text=a.text.replace("0.5.23", "0.5.9")) for a in answers]
-    async with serving(given_again(answers)) as url:
-        code, told = await run_doctor(url)
+    code, told = doctor_here(given_again(answers), capsys)
     assert code == 0
     assert {name for name, f in told.items() if f["state"] == "warning"} == {"engine", *later}
     assert told["engine"]["text"] == "sglang 0.5.9; tested is 0.5.23"
@@ -172,9 +180,10 @@ def incomplete(**changes: Any) -> Starlette:
     )
 
 
-async def test_each_thing_that_an_engine_lacks_is_named_with_what_is_lost() -> None:
-    async with serving(incomplete()) as url:
-        code, told = await run_doctor(url)
+def test_each_thing_that_an_engine_lacks_is_named_with_what_is_lost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, told = doctor_here(incomplete(), capsys)
     assert code == 1
     states = {name: f["state"] for name, f in told.items()}
     assert states["/generate"] == states["/generate (stream)"] == "warning"
@@ -190,9 +199,10 @@ async def test_each_thing_that_an_engine_lacks_is_named_with_what_is_lost() -> N
     assert "weight_transport=lora" in told["/load_lora_adapter"]["remedy"]
 
 
-async def test_log_probs_of_other_tokens_are_found_before_they_are_trained() -> None:
-    async with serving(incomplete(logprob_of=8)) as url:
-        _, told = await run_doctor(url)
+def test_log_probs_of_other_tokens_are_found_before_they_are_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, told = doctor_here(incomplete(logprob_of=8), capsys)
     assert told["/generate"]["state"] == "problem"
     assert "log-probs of other tokens than output_ids" in told["/generate"]["text"]
 

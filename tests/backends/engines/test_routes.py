@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,7 +12,9 @@ from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.routes import TESTED, check_routes
 from stepwell.backends.errors import EngineStartError
+from stepwell.cli.main import main
 from tests.backends.engines.doctor_answers import given_again, read
+from tests.backends.engines.dynamo_server import in_a_thread
 from tests.gateway.conftest import serving
 
 LATER = {
@@ -88,27 +87,16 @@ async def test_a_run_that_publishes_nothing_is_only_told(caplog: pytest.LogCaptu
 
 
 @pytest.mark.e2e
-async def test_a_training_run_on_a_server_with_another_api_ends_in_one_line(tmp_path: Path) -> None:
+def test_a_training_run_on_a_server_with_another_api_ends_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The answers of a real vLLM."""
     settings = ["logging.wandb=disabled", "logging.console=plain", f"run.dir={tmp_path / 'run'}"]
-    async with serving(given_again(read("vllm"))) as url:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "stepwell",
-            "train",
-            "--config",
-            "quickstart",
-            *settings,
-            "engine.kind=attach",
-            f"engine.urls=[{url}]",
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        out, _ = await process.communicate()
-    assert process.returncode == 1
-    lines = out.decode().splitlines()
+    with in_a_thread(serving(given_again(read("vllm")))) as url:
+        attached = ["engine.kind=attach", f"engine.urls=[{url}]"]
+        assert main(["train", "--config", "quickstart", *settings, *attached]) == 1
+    told = capfd.readouterr()
+    lines = [*told.out.splitlines(), *told.err.splitlines()]
     said = [line for line in lines if line.startswith("stepwell: the engine")]
     assert len(said) == 1
     assert not [line for line in lines if "EngineServer.serve" in line], "Ray's own words"

@@ -9,8 +9,8 @@ import json
 import os
 import pickle
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineRequestError, EngineUnavailableError
 from stepwell.datapool.types import VersionSpan
 from tests.backends.engines.conftest import save_qwen3
-from tests.backends.engines.dynamo_server import in_a_thread
+from tests.backends.engines.dynamo_server import dynamo, in_a_thread
 from tests.backends.engines.table import EXAMPLE
 
 ROOT = Path(__file__).parents[3]
@@ -120,34 +120,55 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "base", root / "new"
 
 
+@contextmanager
+def started(
+    model: Path, folder: Path, kind: str, **options: Any
+) -> Iterator[tuple[EngineConfig, str]]:
+    """An engine of this kind, and its url."""
+    config = EngineConfig(
+        kind=kind,
+        model_path=model,
+        dtype="float32",
+        max_running_requests=8,
+        stream_interval=1,
+        options=options,
+    )
+    supervisor = Supervisor(config, folder)
+    try:
+        yield config, supervisor.start()
+    finally:
+        supervisor.stop()
+
+
+@pytest.fixture(scope="module")
+def embedded(
+    endless: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[EngineConfig, str]]:
+    """The one that is asked itself, and behind Dynamo."""
+    with started(endless[0], tmp_path_factory.mktemp("logs"), "embedded") as running:
+        yield running
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def running(
     request: pytest.FixtureRequest,
     endless: tuple[Path, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[EngineConfig, str]]:
-    sys.path.insert(0, str(ROOT / "examples" / "plugin"))
-    is_dynamo = request.param == "dynamo"
-    config = EngineConfig(
-        kind="embedded" if is_dynamo else request.param,
-        model_path=endless[0],
-        dtype="float32",
-        max_running_requests=8,
-        stream_interval=1,
-        options={"tokens_per_line": 1} if request.param == EXAMPLE else {},
-    )
-    supervisor = Supervisor(config, tmp_path_factory.mktemp("logs"))
-    try:
-        url = supervisor.start()
-        if is_dynamo:
-            with in_a_thread(url) as (frontend, worker):
-                attached = {"kind": "dynamo", "options": {"frontend": frontend}}
-                yield config.model_copy(update=attached), worker
-        else:
-            yield config, url
-    finally:
-        supervisor.stop()
-        sys.path.remove(str(ROOT / "examples" / "plugin"))
+    if request.param == "embedded":
+        yield request.getfixturevalue("embedded")
+    elif request.param == "dynamo":
+        config, url = request.getfixturevalue("embedded")
+        with in_a_thread(dynamo(url)) as (frontend, worker):
+            attached = {"kind": "dynamo", "options": {"frontend": frontend}}
+            yield config.model_copy(update=attached), worker
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(ROOT / "examples" / "plugin")
+            options = {"tokens_per_line": 1} if request.param == EXAMPLE else {}
+            folder = tmp_path_factory.mktemp("logs")
+            with started(endless[0], folder, request.param, **options) as running:
+                yield running
 
 
 @pytest.fixture

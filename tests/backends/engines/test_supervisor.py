@@ -104,20 +104,6 @@ def test_an_engine_serves_no_weights_of_which_a_byte_changed(
         launch(store.folder).start()
 
 
-def test_an_engine_that_keeps_crashing_is_given_up_with_its_last_words(
-    launch: Launch, tmp_path: Path
-) -> None:
-    supervisor = launch(max_restarts=0)
-    supervisor.start()
-    assert supervisor.pid is not None
-    os.kill(supervisor.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 15
-    while supervisor.state != "failed":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert "crashed 1 times in a row (engine.max_restarts=0)" in supervisor.status()["error"]
-
-
 STUB = """\
 import http.server, os, pathlib, sys, time
 launches = pathlib.Path(__file__).with_suffix(".launches")
@@ -169,11 +155,25 @@ def stub(
         kind="sglang",
         model_path=folder,
         python=str(python),
-        max_restarts=2,
         env={"STUB": behaviour, "CUDA_VISIBLE_DEVICES": ""},
-        **fields,
+        **{"max_restarts": 2, **fields},
     )
     return Supervisor(config, folder / "logs", weights_dir)
+
+
+def test_an_engine_that_keeps_crashing_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+    supervisor = stub(tmp_path, "lives", max_restarts=0)
+    try:
+        supervisor.start()
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 15
+        while supervisor.state != "failed":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert "crashed 1 times in a row (engine.max_restarts=0)" in supervisor.status()["error"]
+    finally:
+        supervisor.stop()
 
 
 def test_an_engine_that_is_long_in_starting_is_given_up_too(
@@ -383,7 +383,7 @@ def test_a_port_in_use_is_one_clear_line(launch: Launch) -> None:
 
 
 def test_a_port_that_is_given_up_just_now_is_taken(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
@@ -396,7 +396,11 @@ def test_a_port_that_is_given_up_just_now_is_taken(
         sleep(seconds)
 
     monkeypatch.setattr("stepwell.backends.engines.supervisor.time.sleep", give_up)
-    assert launch(port=port).start() == f"http://127.0.0.1:{port}"
+    supervisor = stub(tmp_path, "lives", port=port)
+    try:
+        assert supervisor.start() == f"http://127.0.0.1:{port}"
+    finally:
+        supervisor.stop()
 
 
 def test_a_missing_model_and_a_missing_package_are_named(

@@ -14,7 +14,12 @@ from aiohttp import web
 from tests.helpers import serving_posts
 
 FIELDS = {
-    *("compile_timeout", "run_timeout", "memory_limit_MB", "code", "stdin", "language"),
+    "compile_timeout",
+    "run_timeout",
+    "memory_limit_MB",
+    "code",
+    "stdin",
+    "language",
     "files",
     "fetch_files",
 }

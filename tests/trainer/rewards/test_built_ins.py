@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.trainer.rewards import RewardValueError, last_boxed, load_reward
+from stepwell.trainer.errors import RewardValueError
+from stepwell.trainer.rewards.base import last_boxed
+from stepwell.trainer.rewards.loading import load_reward
 from stepwell.trainer.rewards.text import words
 
 

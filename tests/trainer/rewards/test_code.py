@@ -16,12 +16,8 @@ import psutil
 import pytest
 
 from stepwell.trainer import sandbox
-from stepwell.trainer.rewards import (
-    RewardCrashError,
-    RewardLoadError,
-    RewardValueError,
-    load_reward,
-)
+from stepwell.trainer.errors import RewardCrashError, RewardLoadError, RewardValueError
+from stepwell.trainer.rewards.loading import load_reward
 from stepwell.trainer.sandbox import namespaces_work
 from tests.builders import until
 from tests.helpers import gone

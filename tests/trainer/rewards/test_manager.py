@@ -15,18 +15,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stepwell.config.load import load_config
-from stepwell.trainer.config import OverlongBufferConfig
-from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.rewards import (
-    RewardConfig,
+from stepwell.trainer.config import OverlongBufferConfig, RewardConfig
+from stepwell.trainer.errors import (
+    ConfigError,
     RewardCrashError,
     RewardLoadError,
-    RewardManager,
-    RewardResult,
-    RewardSample,
     RewardTimeoutError,
     RewardValueError,
 )
+from stepwell.trainer.rewards.base import RewardResult, RewardSample
+from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.overlong import overlong_penalty
 from tests.helpers import gone
 

@@ -13,17 +13,12 @@ import pytest
 
 from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import Step, Trajectory
-from stepwell.trainer.rewards import (
-    RewardConfig,
-    RewardCrashError,
-    RewardLoadError,
-    RewardManager,
-    RewardResult,
-    RewardSample,
-    RewardValueError,
-    load_reward,
-)
+from stepwell.trainer.config import RewardConfig
+from stepwell.trainer.errors import RewardCrashError, RewardLoadError, RewardValueError
+from stepwell.trainer.rewards.base import RewardResult, RewardSample
 from stepwell.trainer.rewards.data_sources import USUAL
+from stepwell.trainer.rewards.loading import load_reward
+from stepwell.trainer.rewards.manager import RewardManager
 
 MODEL = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
 Write = Callable[[str], str]

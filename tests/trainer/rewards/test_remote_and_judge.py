@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from stepwell.trainer.rewards import (
-    RewardConfig,
+from stepwell.trainer.config import RewardConfig
+from stepwell.trainer.errors import (
     RewardCrashError,
     RewardLoadError,
-    RewardManager,
-    RewardSample,
     RewardTimeoutError,
     RewardValueError,
-    load_reward,
 )
-from stepwell.trainer.rewards.base import close
+from stepwell.trainer.rewards.base import RewardSample, close
+from stepwell.trainer.rewards.loading import load_reward
+from stepwell.trainer.rewards.manager import RewardManager
 from tests.helpers import serving_posts
 from tests.trainer.rewards.scoring import score_with as _score_with
 

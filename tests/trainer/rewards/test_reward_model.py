@@ -13,17 +13,12 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
-from stepwell.trainer.rewards import (
-    RewardConfig,
-    RewardCrashError,
-    RewardLoadError,
-    RewardManager,
-    RewardResult,
-    RewardSample,
-    RewardTimeoutError,
-    load_reward,
-    reward_model,
-)
+from stepwell.trainer.config import RewardConfig
+from stepwell.trainer.errors import RewardCrashError, RewardLoadError, RewardTimeoutError
+from stepwell.trainer.rewards import reward_model
+from stepwell.trainer.rewards.base import RewardResult, RewardSample
+from stepwell.trainer.rewards.loading import load_reward
+from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.reward_model import RewardModel
 from tests.backends.models import SMALL
 from tests.helpers import serving_posts

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from stepwell.trainer.rewards import (
-    BUILT_IN,
+from stepwell.trainer.errors import (
     RewardCrashError,
     RewardError,
     RewardLoadError,
     RewardTimeoutError,
     RewardValueError,
-    load_reward,
 )
+from stepwell.trainer.rewards.loading import BUILT_IN, load_reward
 from tests.trainer.rewards.scoring import score_with
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info, **kwargs)"

@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from stepwell.trainer.rewards import (
-    RewardConfig,
-    RewardCrashError,
-    RewardManager,
-    RewardResult,
-    RewardSample,
-    RewardTimeoutError,
-)
+from stepwell.trainer.config import RewardConfig
+from stepwell.trainer.errors import RewardCrashError, RewardTimeoutError
+from stepwell.trainer.rewards.base import RewardResult, RewardSample
+from stepwell.trainer.rewards.manager import RewardManager
 from tests.trainer.rewards.sandbox_server import SandboxServer, sandbox
 
 TWICE = {"inputs": ["1\n", "2\n", ["3"]], "outputs": ["2\n", "4", ["6"]]}

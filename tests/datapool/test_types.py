@@ -1,0 +1,69 @@
+"""A Step refuses what is no step, however its numbers come, and stays what it was made."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, fields
+
+import numpy as np
+import pytest
+
+from stepwell.datapool import Step
+from stepwell.datapool.errors import InvalidStepError
+from stepwell.datapool.types import trusted_step
+
+
+def step(**values):
+    known = {"prompt_ids": [1, 2], "response_ids": [3, 4]}
+    return Step(**known | {"trajectory_uid": "t", "prompt_uid": "p"} | values)
+
+
+def ways(values, dtype):
+    """The numbers as a list, an array that may change, and one that may not."""
+    array = np.array(values, dtype)
+    return values, array, np.frombuffer(array.tobytes(), dtype)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0011, 0.002, 1.0])
+def test_numbers_that_are_no_log_probabilities_are_refused(value):
+    for log_probs in ways([-0.5, value], np.float32):
+        with pytest.raises(
+            InvalidStepError, match=r"'t'\[0\]: rollout_log_probs holds values that"
+        ):
+            step(rollout_log_probs=log_probs)
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, 1e-45, 4.8e-4, 4.9e-4, 1e-3, -1e-45, -1.6e38, -1.8e38, -3.4e38]
+)
+def test_every_finite_log_probability_is_taken_and_a_hair_above_zero(value):
+    for log_probs in ways([-0.5, value], np.float32):
+        taken = step(rollout_log_probs=log_probs).rollout_log_probs
+        assert taken.tolist() == np.array([-0.5, value], np.float32).tolist()
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids"])
+def test_ids_lie_between_0_and_2_to_the_31(name):
+    for ids in (*ways([0, 2**31 - 1, 255, 1 << 24], np.int32), np.array([7, 9], np.int64)):
+        assert getattr(step(**{name: ids}), name).tolist() == list(ids)
+    for ids in (*ways([5, -1], np.int32), [2**31], [1 << 70], np.array([-(2**40)])):
+        with pytest.raises(InvalidStepError, match=name):
+            step(**{name: ids})
+    for ids in ([1.0], ["a"], [True], [[1]], []):
+        with pytest.raises(InvalidStepError, match=name):
+            step(**{name: ids})
+
+
+def test_nobody_changes_a_step_nor_the_array_that_it_was_made_of():
+    array = np.array([1, 2], np.int32)
+    made = step(prompt_ids=array, rollout_log_probs=[-0.5, -1.0])
+    array[0] = 9
+    assert made.prompt_ids.tolist() == [1, 2]
+    trusted = trusted_step(*(getattr(made, f.name) for f in fields(made)))
+    for each in (made, trusted, pickle.loads(pickle.dumps(made))):
+        assert type(each) is Step
+        assert each == made
+        for column in (each.prompt_ids, each.response_ids, each.rollout_log_probs):
+            assert not column.flags.writeable
+        with pytest.raises(FrozenInstanceError):
+            each.reward = 1.0
