@@ -197,13 +197,15 @@ export const Table = ({ label, columns, rows, empty, more, busy, order }) => htm
   </div>
 `;
 
-/** A field of a filter, told when it is left or Enter is pressed. @param {Row} props */
-export const Field = ({ label, value, onChange, type = "text", placeholder = "", wide = false }) => html`
-  <label class=${wide ? "field wide" : "field"}><span>${label}</span>
-    <input type=${type} step="any" value=${value ?? ""} placeholder=${placeholder}
+/** A field of a filter, told when it is left or Enter is pressed; what is typed so far outlives the page's ticks. @param {Row} props */
+export function Field({ label, value, onChange, type = "text", placeholder = "", wide = false }) {
+  const [typed, keep] = useState(value ?? "");
+  useEffect(() => keep(value ?? ""), [value]);
+  return html`<label class=${wide ? "field wide" : "field"}><span>${label}</span>
+    <input type=${type} step="any" value=${typed} placeholder=${placeholder} onInput=${(/** @type {any} */ e) => keep(e.target.value)}
       onChange=${(/** @type {any} */ e) => onChange(e.target.value)} />
-  </label>
-`;
+  </label>`;
+}
 
 /** @param {{ label: string, value: string, options: (string | [string, string])[], onChange: (value: string) => void }} props */
 export const Select = ({ label, value, options, onChange }) => html`

@@ -198,14 +198,14 @@ function shade(value, [low, high]) {
 const visible = (/** @type {string} */ text) => text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
 
 /** @param {{ shown: Shown, index: number, asked: Params, colour: string | undefined }} props */
-function TokenView({ shown, index, asked, colour }) {
-  const by = colour in COLOURS ? String(colour) : "none";
+function TokenView({ shown, index, asked, colour: chosenColour }) {
+  const by = chosenColour && chosenColour in COLOURS ? chosenColour : "none";
   const [start, begin] = useState(/** @type {number | null} */ (null));
   const [chosen, choose] = useState(/** @type {number | null} */ (null));
   useEffect(() => (begin(null), choose(null)), [index]);
   const { data, error } = useApi("tokens", { ...asked, index, start });
   const tokens = /** @type {Tokens | null} */ (data);
-  const { text, of, range, categories } = COLOURS[by];
+  const colour = COLOURS[by];
   const drawn = useMemo(() => {
     if (!tokens) return [];
     const seen = [...new Set(tokens.versions.filter((v) => v !== null))];
@@ -215,13 +215,13 @@ function TokenView({ shown, index, asked, colour }) {
       for (let i = 0; i < n_tokens; i++) placeholders.set(at + i - tokens.start, i ? "▫" : `▣ ${width} × ${height} `);
     }
     return tokens.texts.map((text, i) => {
-      const value = of(tokens, i);
+      const value = colour.of(tokens, i);
       const own = tokens.start + i >= tokens.n_prompt;
       const background = value === null || value === undefined ? undefined
-        : categories ? `color-mix(in srgb, var(--series${seen.indexOf(value) % 4}) 35%, transparent)`
-        : shade(value, range ?? [0, 1]);
+        : colour.categories ? `color-mix(in srgb, var(--series${seen.indexOf(value) % 4}) 35%, transparent)`
+        : shade(value, colour.range ?? [0, 1]);
       return html`<span class=${own ? "token own" : "token"} data-i=${i} style=${{ background }}
-        title=${`${tokens.ids[i]}${value === null || value === undefined ? "" : ` · ${text} ${number(value, 4)}`}`}>${placeholders.get(i) ?? visible(text)}</span>`;
+        title=${`${tokens.ids[i]}${value === null || value === undefined ? "" : ` · ${colour.text} ${number(value, 4)}`}`}>${placeholders.get(i) ?? visible(text)}</span>`;
     });
   }, [tokens, by]);
   const target = useRef(/** @type {HTMLElement | null} */ (null));
