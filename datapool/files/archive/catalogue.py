@@ -41,6 +41,13 @@ ALONE: Final = re.compile(
     "\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff])"
 )
 """Characters that are words of their own."""
+_READ: Final = (
+    *("trajectory_uid", "channel", "attempt", "part", "prompt_uid", "state", "reason", "left"),
+    *("drop_reason", "reward", "oldest_version", "newest_version", "n_steps", "n_tokens"),
+    *("n_response_tokens", "opened_at", "closed_at", "left_at", "data_source", "instance_id"),
+    *("user", "tags", "first_user", "last_reply"),
+)
+"""Columns of a file that the catalogue has."""
 BREAK: Final = "\u200b"
 """Between these words: seen by nobody, and a separator for the tokenizer."""
 FACTS: Final = (
@@ -124,7 +131,9 @@ CREATE TABLE feedback (
 
 def segmented(text: str) -> str:
     """Text in which each character that is a word stands alone."""
-    return ALONE.sub(f"{BREAK}\\1{BREAK}", text) if ALONE.search(text) else text
+    if text.isascii() or not ALONE.search(text):
+        return text
+    return ALONE.sub(f"{BREAK}\\1{BREAK}", text)
 
 
 def plain(text: str | None) -> str | None:
@@ -209,7 +218,7 @@ class Catalogue:
             groups: numbers of rows of its row groups.
         """
         places = [(g, r) for g, n in enumerate(groups) for r in range(n)]
-        rows = table.drop_columns(["steps", "token_ids", "log_probs"]).to_pylist()
+        rows = table.select(_READ).to_pylist()
         found = FileName.of(name)
         is_older = found is not None and found.journal == IMPORTED
         newest = max((_seconds(row["left_at"]) or 0.0 for row in rows), default=0.0)

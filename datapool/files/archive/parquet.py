@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -142,7 +143,7 @@ def _micros(seconds: float | None) -> int | None:
 def trajectory_table(conversations: Sequence[Conversation]) -> Any:
     """A table of these trajectories, in order."""
     columns: dict[str, list[Any]] = {name: [] for name in TRAJECTORIES.names[:-3]}
-    steps: dict[str, list[Any]] = {name: [] for name in _STEP}
+    steps: list[tuple[Any, ...]] = []
     tokens: list[bytes | memoryview] = []
     log_probs: list[bytes] = []
     ends: dict[str, list[int]] = {name: [0] for name in ("steps", "token_ids", "log_probs")}
@@ -171,7 +172,7 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
             versions.append(header.policy_version)
             n_response += header.n_response
             n_new = header.n_new if prompt is None else header.n_prompt
-            values = (
+            values = (  # as `_STEP`
                 header.step_index,
                 header.parent_index,
                 header.base,
@@ -188,8 +189,7 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
                 _json(metadata, "metadata"),
                 dumps(more, "multi_modal_data") if more else None,
             )
-            for column, value in zip(steps.values(), values, strict=True):
-                column.append(value)
+            steps.append(values)
         first, last = first_and_last(messages)
         about = {**each.group_metadata, **each.metadata}
         row: dict[str, Any] = {name: getattr(each, name) for name in (*_PLAIN, *_PLAIN_TOO)}
@@ -217,14 +217,17 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
         }
         for name, column in columns.items():
             column.append(row[name])
-        ends["steps"].append(len(steps["step_index"]))
+        ends["steps"].append(len(steps))
         ends["token_ids"].append(n_tokens)
         ends["log_probs"].append(n_log_probs)
     arrays = [
         pa.array(column, TRAJECTORIES.field(name).type, from_pandas=False)
         for name, column in columns.items()
     ]
-    fields = [pa.array(values, _STEP[name]) for name, values in steps.items()]
+    by_column = zip(*steps, strict=True) if steps else repeat((), len(_STEP))
+    fields = [
+        pa.array(values, kind) for values, kind in zip(by_column, _STEP.values(), strict=True)
+    ]
     flat = {
         "steps": pa.StructArray.from_arrays(fields, fields=[pa.field(*f) for f in _STEP.items()]),
         "token_ids": pa.array(np.frombuffer(b"".join(tokens), np.int32)),
@@ -352,11 +355,13 @@ def _damaged(path: Path, why: str) -> DamagedFileError:
 
 def said_in(table: Any, rows: Sequence[int]) -> Iterator[str]:
     """All that was said in each of these rows of a table."""
+    if not rows:
+        return
     steps = table["steps"].combine_chunks()
     ends = steps.offsets.to_pylist()
-    messages = steps.values.field("messages")
+    messages = steps.values.field("messages").to_pylist()
     for row in rows:
-        kept = messages.slice(ends[row], ends[row + 1] - ends[row]).to_pylist()
+        kept = messages[ends[row] : ends[row + 1]]
         said = (text_of(each) for text in kept if text is not None for each in _read_json(text))
         yield "\n".join(filter(None, said))
 
