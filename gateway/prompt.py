@@ -281,8 +281,9 @@ class Prompts:
             _place_pictures(request, self.vision)
         request.pieces = [new_ids] if parent is None else [*parent.arrays(), new_ids]
         request.ids = join(request.pieces) if len(request.pieces) > 1 else new_ids
-        if request.is_kept and type(request.messages) is list and len(request.ids) <= SHORT_TOKENS:
-            graph.keys = keys
+        if request.is_kept:  # of calls of tools the garbage collector would walk through each part
+            is_short = len(request.ids) <= SHORT_TOKENS and not request.tools
+            graph.keys = keys if is_short and type(request.messages) is list else None
 
     async def _suffix(
         self, turn: Turn, request: ChatRequest, n_known: int, context: int | None
