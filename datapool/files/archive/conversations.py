@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from stepwell.datapool import ops
-from stepwell.datapool.codec import PackedStep
+from stepwell.datapool.codec import Header, PackedStep
 from stepwell.datapool.core.log_rows import (
     GroupLeased,
     GroupLeft,
@@ -82,13 +82,13 @@ class Conversation:
     @property
     def reward(self) -> float | None:
         """Sum over its steps and the outcome; None if nothing is scored."""
-        own = [self.step_reward(step.packed) for step in self.steps]
+        own = [self.step_reward(step.packed.header) for step in self.steps]
         scored = [r for r in (*own, self.outcome) if r is not None]
         return sum(scored) if scored else None
 
-    def step_reward(self, packed: PackedStep) -> float | None:
+    def step_reward(self, header: Header) -> float | None:
         """The step's own reward, without the outcome."""
-        return self.step_rewards.get(packed.step_index, packed.score[1])
+        return self.step_rewards.get(header.step_index, header.reward)
 
 
 class Feedback(NamedTuple):
@@ -240,6 +240,8 @@ def text_of(message: Any) -> str:
     """The text of a message: its content, its reasoning, and the calls of tools in it."""
     if not isinstance(message, Mapping):
         return ""
+    if len(message) == 2 and "role" in message:  # as nearly always
+        return _content(message.get("content"))
     said = [_content(message.get(key)) for key in ("reasoning_content", "content")]
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None

@@ -181,7 +181,7 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
                 header.n_response,
                 known is not None,
                 header.policy_version,
-                each.step_reward(packed),
+                each.step_reward(header),
                 header.finish_reason,
                 header.is_last,
                 _micros(at),
