@@ -31,7 +31,7 @@ from stepwell.datapool.store.segments import (
     sound_blocks,
 )
 
-SLACK_BYTES = 256 << 20
+SLACK_BYTES = 64 << 20
 """More dead bytes than this, and than there are live ones, are too much."""
 _CHUNK_BITS = 12
 
