@@ -22,10 +22,11 @@ import pytest
 from stepwell import connect
 from stepwell.backends.engines.client import EngineClient
 from stepwell.cli.main import main
-from stepwell.datapool.types import TRAIN
+from stepwell.datapool.types import TRAIN, VAL
 from stepwell.run.folder import live_run
 from stepwell.trainer.ledger import LEDGER, audit
 from stepwell.trainer.metrics import read_metrics
+from stepwell.trainer.validation import ENOUGH
 from tests.builders import until
 from tests.e2e.conftest import ROOT
 from tests.e2e.test_try import harness
@@ -165,6 +166,13 @@ async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(
     assert found is not None
     service, stop = Service(found[1]), asyncio.Event()
     agents = [asyncio.create_task(service.serve(stop)) for _ in range(AGENTS)]
+    async with connect(folder) as pool:
+
+        async def is_comparable() -> bool:
+            """Enough of what is held out is of version 0; each group has two answers."""
+            return (await pool.get_statistics(VAL))["groups"]["ready"] >= ENOUGH / 2  # type: ignore[no-any-return]
+
+        await until(is_comparable, LIMIT_S)
 
     log = tmp_path / "first.txt"
     async with command("train", "--attach", str(folder), log=log) as trainer:
