@@ -86,7 +86,7 @@ class _Mark(msgspec.Struct, frozen=True, gc=False):
     frame: bytes
     """Digest of its frame."""
     signs: Signs
-    """Of its bytes up to there."""
+    """Counts of its bytes up to there."""
     body: Any
     """State of `body_digest` there."""
 
@@ -103,7 +103,7 @@ class _Frame(NamedTuple):
     end: bytes
     """Bytes behind the last item."""
     signs: Signs
-    """Of `end`."""
+    """Counts of `end`."""
     fields: dict[str, Any]
     """All but the list and the tools, as they were sent."""
     params: Any
@@ -126,7 +126,7 @@ class _Read(NamedTuple):
     tools: bytes
     """Digest of its tools."""
     fields: dict[str, Any]
-    """As they were sent, the list among them."""
+    """Fields as they were sent, the list among them."""
     params: Any
     """`Known.params`."""
 
@@ -171,7 +171,7 @@ class KnownBodies:
         self.n_known = 0
         """Requests whose beginning was known."""
         self.n_framed = 0
-        """Those of which the frame was known as well."""
+        """Requests whose frame was known as well."""
 
     def forget(self) -> None:
         """Let go of all text."""

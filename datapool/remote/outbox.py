@@ -223,7 +223,7 @@ class RecentSteps:
 
 
 def _refused(which: Iterable[int], results: Sequence[Any], *kinds: str) -> list[int]:
-    """Those of these results that are refusals of one of these kinds."""
+    """Indices of results that are refusals of one of these kinds."""
     if Refusal not in map(type, results):  # as nearly always
         return []
     return [i for i in which if isinstance(results[i], Refusal) and results[i].kind in kinds]

@@ -294,6 +294,15 @@ def _json(value: Any) -> Response:
     return Response(as_json(value), headers=headers, media_type="application/json")
 
 
+_OF_A_LIST: Final[Mapping[str, Reader]] = {
+    "channel": _channel,
+    "cursor": _text,
+    "search": _text,
+    "order": _text,
+    "ascending": _text,
+    "filters": _filters,
+}
+"""Arguments of the pool's lists."""
 QUESTIONS: Final[Mapping[str, Handler]] = {
     "about": _question(Dashboard.about),
     "metrics": _question(Dashboard.metrics, key=_list),
@@ -302,24 +311,8 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
     "compare.csv": _compare_csv,
     "batches": _question(Dashboard.batches, cursor=_number, order=_text, ascending=_text),
     "batch": _question(Dashboard.batch, step=_number),
-    "groups": _question(
-        Dashboard.groups,
-        channel=_channel,
-        cursor=_text,
-        search=_text,
-        order=_text,
-        ascending=_text,
-        filters=_filters,
-    ),
-    "trajectories": _question(
-        Dashboard.trajectories,
-        channel=_channel,
-        cursor=_text,
-        search=_text,
-        order=_text,
-        ascending=_text,
-        filters=_filters,
-    ),
+    "groups": _question(Dashboard.groups, **_OF_A_LIST),
+    "trajectories": _question(Dashboard.trajectories, **_OF_A_LIST),
     "events": _question(
         Dashboard.events, channel=_text, kinds=_words, reason=_text, order=_text, ascending=_text
     ),
