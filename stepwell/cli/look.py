@@ -238,9 +238,15 @@ def _groups(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
+    from stepwell.layout import RUN_FILE
     from stepwell.show.archive import rows_screen
     from stepwell.show.trajectory import Several, open_trajectory, token_lines, trajectory_screen
 
+    if args.where is None and (Path(args.uid) / RUN_FILE).is_file():
+        raise ConfigError(
+            f"UID is {args.uid}, the folder of a run; give a trajectory's before it: "
+            f"`stepwell show UID {args.uid}`. `stepwell data query '' {args.uid}` lists them"
+        )
     opened = asyncio.run(open_trajectory(args.uid, args.where))
     if isinstance(opened, Several):
         answer(args, {"trajectories": opened.items}, lambda _: rows_screen(opened.items))

@@ -84,7 +84,8 @@ def rows_screen(items: Sequence[Mapping[str, Any]]) -> RenderableType:
 def outcome(row: Mapping[str, Any]) -> str:
     """Describe the end of a trajectory in a line."""
     reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.3g}"
-    said = [reward, f"{row['turns']} turns", f"{row['tokens']:,} tokens"]
+    turns = "1 turn" if row["turns"] == 1 else f"{row['turns']} turns"
+    said = [reward, turns, f"{row['tokens']:,} tokens"]
     if row["version"] is not None:
         said.append(f"v{row['version']}")
     if row["time"] is not None:

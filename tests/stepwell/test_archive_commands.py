@@ -75,6 +75,7 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
     shown = told(capsys, "data", "query", "reward < 0.5 and version >= 11", run)
     assert "t1" in shown
     assert "question 1 → answer 1" in shown
+    assert " · 1 turn · " in shown
     assert "t0" not in shown
     searched = json.loads(told(capsys, "data", "query", "", run, "--search", "idea", "--json"))
     assert [row["uid"] for row in searched] == ["gone"]
@@ -126,6 +127,12 @@ def test_what_is_live_is_opened_by_its_group_and_its_beginning(
         assert "hello from conversation-1 → No." in shown
         assert "2 turns · 15 tokens" in shown, "tokens are counted once"
     assert told(capsys, "show", "conversation-2", folder).startswith("conversation-2  open")
+
+
+def test_a_folder_in_the_place_of_a_uid_is_told_apart(run: Path, capsys: Capture) -> None:
+    said = told(capsys, "show", run, code=2)
+    assert f"UID is {run}, the folder of a run" in said
+    assert f"stepwell show UID {run}" in said
 
 
 def test_what_is_deleted_is_said_to_be(run: Path, capsys: Capture) -> None:
