@@ -175,8 +175,9 @@ async def _train(
     total = config.trainer.total_steps
 
     def report() -> None:
-        for e in trainer.validator.finished():
-            display.evaluation(e)
+        finished = trainer.validator.finished()
+        display.evaluations(finished)
+        for e in finished:
             if e.weights_step != LOST:
                 trainer.checkpoints.score(e.weights_step, e.score)
             metrics.evaluation(e.step, e.as_metrics())

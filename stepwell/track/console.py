@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,11 +77,14 @@ class Display:
         if warning := record.get("warning"):
             self.status(f"warning: {warning}")
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        use = evaluation.tool_use
-        tools = "" if use is None else f", tool use {use:.2f}"
-        told = f"evaluation at step {evaluation.step}: {evaluation.describe()}{tools}"
-        self.status(told, always=True)
+    def evaluations(self, evaluations: Sequence[Evaluation]) -> None:
+        """A line for each step that was evaluated. Of live traffic one look finds several versions,
+        whose windows overlap (`Pooled`): the newest is said."""
+        for evaluation in {each.step: each for each in evaluations}.values():
+            use = evaluation.tool_use
+            tools = "" if use is None else f", tool use {use:.2f}"
+            told = f"evaluation at step {evaluation.step}: {evaluation.describe()}{tools}"
+            self.status(told, always=True)
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """The last screen: what changed, how long it took, where the files are."""

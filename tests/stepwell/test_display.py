@@ -74,7 +74,7 @@ def test_a_step_on_conversations_has_their_loss(capsys: pytest.CaptureFixture[st
 def test_without_tools_nothing_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display("demo", "plain")
     display.step(RECORD | {"tool_use": None})
-    display.evaluation(Evaluation(3, 0.5, None, 8, 0))
+    display.evaluations([Evaluation(3, 0.5, None, 8, 0)])
     display.summary(SUMMARY | {"tool_use_before": None, "tool_use_after": None}, Path("runs"))
     shown = capsys.readouterr().out
     assert "evaluation score" in shown
@@ -114,7 +114,18 @@ def test_a_quiet_console_has_evaluations_and_the_summary_alone(
     display.status("starting")
     display.step(RECORD | {"warning": "little to learn from"})
     assert capsys.readouterr().out == ""
-    display.evaluation(Evaluation(3, 0.5, None, 8, 0))
+    display.evaluations([Evaluation(3, 0.5, None, 8, 0)])
     assert capsys.readouterr().out == (
         "[demo] evaluation at step 3: score 0.500, 8 rollouts of version 0\n"
     )
+
+
+def test_of_overlapping_windows_of_one_look_the_newest_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    look = [Evaluation(10, score, None, 8, 0, version=n) for n, score in ((4, 0.25), (5, 0.5))]
+    Display("demo", "plain").evaluations([Evaluation(9, 0.125, None, 8, 0), *look])
+    said = capsys.readouterr().out
+    assert said.count("evaluation at step") == 2
+    assert "step 9: score 0.125" in said
+    assert "step 10: score 0.500, 8 rollouts of version 5" in said

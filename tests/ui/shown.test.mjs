@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { html, safe } from "../../gateway/ui/static/shown.js";
-import { percent } from "../../gateway/ui/static/parts.js";
+import { firstSaid, percent } from "../../gateway/ui/static/parts.js";
 import { smooth, together } from "../../gateway/ui/static/runs.js";
 
 test("what reorders, hides or ends a text is an escape, as on the terminal", () => {
@@ -35,4 +35,9 @@ test("runs with other steps share an axis; where one has no value there is none"
 
 test("a share below a tenth of a percent is a word", () => {
   assert.deepEqual([null, 0, 1 / 3000, 0.001, 0.256, 1].map(percent), ["–", "0 %", "nearly none", "0.1 %", "26 %", "100 %"]);
+});
+
+test("a list says of a conversation without a turn that there is none, not that its text was dropped", () => {
+  const said = [{ first: "Hi", n_steps: 2 }, { first: null, n_steps: 0 }, { first: null, n_steps: 2 }, { first: null, turns: 0 }];
+  assert.deepEqual(said.map(firstSaid), ["Hi", "no turn yet", "no text was kept", "no turn yet"]);
 });

@@ -1,7 +1,7 @@
 // Groups and trajectories: listings with filters, and one group with its rollouts side by side.
 import { html } from "./shown.js";
 import { amend, link, useApi, usePages } from "./api.js";
-import { Bars, Card, Chip, Empty, Failure, Field, Loading, Looked, MarksShown, Neighbours, SAID, Said, Select, Stat, Table, Tabs, Uid, clock, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
+import { Bars, Card, Chip, Empty, Failure, Field, Loading, Looked, MarksShown, Neighbours, SAID, Said, Select, Stat, Table, Tabs, Uid, clock, firstSaid, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
 import { Marks } from "./curation.js";
 
 const NONE = /** @type {Row[]} */ ([]);
@@ -57,7 +57,7 @@ function Live({ about, params }) {
     <${Card}><${Table} label="Groups; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy} order=${ordered(params)}
       empty="No group of this kind is in the pool. Groups that were trained on are under Batches, dropped ones under Recently gone."
       columns=${[
-        ["First message", (g) => html`<a class="talk" href=${link("group", { prompt_uid: g.prompt_uid, channel })}><span>${g.first ?? "no text was kept"}</span></a>`, "", "first"],
+        ["First message", (g) => html`<a class="talk" href=${link("group", { prompt_uid: g.prompt_uid, channel })}><span>${firstSaid(g)}</span></a>`, "", "first"],
         ["State", (g) => html`<${Chip} of=${g.state} title=${g.reason} />`, "", "state"],
         ["Rollouts", (g) => `${g.n_complete}${g.n_rollouts ? ` of ${g.n_rollouts}` : ""}${g.n_running ? `, ${g.n_running} running` : ""}${g.n_aborted ? `, ${g.n_aborted} aborted` : ""}`, "", "rollouts"],
         ["Reward", (g) => number(g.reward_mean), "num", "reward"],

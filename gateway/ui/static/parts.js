@@ -85,9 +85,12 @@ export const Uid = ({ page, uid, ...params }) => {
 /** The orders of a column of `Said`. @type {[string, string][]} */
 export const SAID = [["First message", "first"], ["Last reply", "last"]];
 
+/** What was said first in a trajectory or group, or why that is not there. @param {Row} row */
+export const firstSaid = (row) => row.first ?? ((row.n_steps ?? row.turns) === 0 ? "no turn yet" : "no text was kept");
+
 /** What was said first and last, as the link of a row. @param {Row} props */
 export const Said = ({ row, href }) => html`<a class="talk" href=${href}>
-  <span>${row.first ?? "no text was kept"}</span><span>${row.last ?? ""}</span></a>`;
+  <span>${firstSaid(row)}</span><span>${row.last ?? ""}</span></a>`;
 
 const typing = (/** @type {KeyboardEvent} */ event) =>
   ["INPUT", "SELECT", "TEXTAREA"].includes(/** @type {HTMLElement} */ (event.target).tagName) || event.ctrlKey || event.metaKey || event.altKey;
