@@ -9,6 +9,7 @@ calls of 64 agents wait for each other, and there is no other cause to be seen.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import time
@@ -40,6 +41,12 @@ def unknown(n: int) -> dict[str, Any]:
     return {f"k{i}": 1 for i in range(n)}
 
 
+@functools.cache
+def many_unknown() -> bytes:
+    """The body of a million unknown keys, for many paths."""
+    return orjson.dumps(unknown(M))
+
+
 def schema(n: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"k{i}": {} for i in range(n)}}
 
@@ -69,11 +76,11 @@ TEXT = {"type": "text", "text": "a"}
 A = {"text": "a"}
 HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
     **{
-        f"unknown keys, {path.rpartition('/')[2]}": (path, lambda: unknown(M))
+        f"unknown keys, {path.rpartition('/')[2]}": (path, many_unknown)
         for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, GEMINI, "/generate", "/submit_steps")
     },
     **{
-        f"unknown keys, {path}": (path, lambda: unknown(M))
+        f"unknown keys, {path}": (path, many_unknown)
         for path in (
             "/init_trajectory",
             "/v1/groups",
@@ -87,7 +94,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
             "/t/p/v1/feedback",
         )
     },
-    "metadata": ("/init_trajectory", lambda: {"metadata": unknown(M)}),
+    "metadata": ("/init_trajectory", lambda: b'{"metadata":%b}' % many_unknown()),
     "metadata of a response": (RESPONSES, lambda: {"input": "a", "metadata": unknown(90_000)}),
     "some unknown keys": (CHAT, lambda: {"messages": USER, **unknown(90_000)}),
     "nested unknown keys": (CHAT, lambda: {"messages": USER, "stream_options": unknown(90_000)}),

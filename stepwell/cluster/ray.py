@@ -86,7 +86,8 @@ def connected(
         else:
             guard = ProcessGuard()
             stack.callback(guard.close)
-            with environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"}), _loopback():
+            marked = environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"})
+            with marked, _loopback(), _few_processes():
                 _start(namespace, object_store_mb)
             stack.callback(ray.shutdown)
         yield
@@ -107,6 +108,23 @@ def _start(namespace: str, object_store_mb: int) -> None:
             f"no Ray could be started on this machine ({_line(e)}); its logs are in "
             f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
         ) from e
+
+
+@contextmanager
+def _few_processes() -> Iterator[None]:
+    """Ray starts no monitor of its autoscaler, none of its logs, and no server of its dashboard,
+    which `include_dashboard` only makes smaller. Nobody asks them on a Ray of our own; they cost
+    1.5 s of CPU and 280 MB, and the driver waits for the server some seconds."""
+    node: Any = ray._private.node.Node  # Ray has an option of `ray.init` for none of them
+    names = ("start_monitor", "start_log_monitor", "start_api_server")
+    before = {name: getattr(node, name) for name in names}
+    for name in names:
+        setattr(node, name, lambda self, **options: None)
+    try:
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(node, name, start)
 
 
 @contextmanager

@@ -10,10 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-import peft.tuners.lora  # noqa: F401  # what is imported later would count
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
+import torch.distributed.fsdp  # what is imported later would count
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from stepwell.backends.base import LossOutput
@@ -31,6 +30,8 @@ def resident(field: str) -> int:
 def main(options: str, folder: str, tokens: str, rank: str = "0", store: str = "") -> None:
     """Print the bytes."""
     torch.set_num_threads(1)
+    if "lora" in options:
+        import peft.tuners.lora  # noqa: F401  # a second of CPU
     n, config = int(tokens), TorchBackendConfig.model_validate(json.loads(options))
     if store:
         meeting = dist.FileStore(store, config.ranks)

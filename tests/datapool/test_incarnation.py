@@ -85,7 +85,7 @@ async def test_a_pool_comes_back_on_the_node_of_its_journal(
     client = client_of([actor])
     here = ray.get_runtime_context().get_node_id()
     assert await node_of(actor) == here
-    for i in range(4):
+    for i in range(2):
         await client.submit_step(make_step(f"t{i}", f"p{i}", is_last=True))
         await kill(client)
         assert (await client.get_statistics("train"))["groups"]["ready"] == i + 1

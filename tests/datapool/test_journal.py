@@ -836,8 +836,7 @@ async def test_erasing_that_a_full_disk_stops_goes_on_when_there_is_space(
     journal.scrub()
     journal.flush()
     with full_disk():
-        await asyncio.sleep(0.1)
-        assert journal.statistics()["failed_commits"] >= 1
+        await until(lambda: journal.statistics()["failed_commits"] >= 1)
     journal.flush()
     await asyncio.wait_for(until_erased(journal, b"secret"), 30)
     assert stored_ids(journal) == others

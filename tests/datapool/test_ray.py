@@ -40,13 +40,15 @@ def client(shared_actor):
     return client_of([shared_actor])
 
 
+@pytest.fixture(scope="module")
+def mortal_actor(cluster):
+    """An actor whose process tests may kill: Ray starts it again."""
+    return start_data_pool(name="mortal")
+
+
 @pytest.fixture
-def own_actor(cluster):
-    """An actor that the test may kill."""
-    name = uuid.uuid4().hex
-    handle = start_data_pool(name=name)
-    yield handle
-    ray.kill(handle)
+def mortal(mortal_actor):
+    return client_of([mortal_actor])
 
 
 async def consumers(client, channel):
@@ -65,8 +67,9 @@ async def test_a_bare_handle_stores_and_reads_pictures(shared_actor, channel, ma
     assert await shared_actor.read_pictures.remote(channel, list(pictures), channel) == pictures
 
 
-async def test_the_documented_lines_run_as_they_stand(own_actor, make_step):
-    data_pool = own_actor
+async def test_the_documented_lines_run_as_they_stand(shared_actor, make_step):
+    """No other test has steps in `train` and `val` of the shared actor."""
+    data_pool = shared_actor
     for trajectory_uid in "abcde":
         step = make_step(trajectory_uid, "p")
         steps = [make_step(trajectory_uid, "p", i) for i in range(2)]
@@ -83,17 +86,19 @@ async def test_the_documented_lines_run_as_they_stand(own_actor, make_step):
     assert stats["val"]["steps"]["accepted"] == 10
 
 
-async def test_calls_fired_without_waiting_take_effect_in_order(own_actor, make_step):
+async def test_calls_fired_without_waiting_take_effect_in_order(shared_actor, channel, make_step):
     references = []
     for i in range(200):
         uid = f"t{i}"
         size = 60_000 if i % 20 == 0 else 3  # large arguments travel another way
         references += [
-            own_actor.submit_step.remote(make_step(uid, f"p{i}", k, prompt_ids=[1] * size))
+            shared_actor.submit_step.remote(
+                make_step(uid, f"p{i}", k, prompt_ids=[1] * size), channel
+            )
             for k in range(3)
         ]
-        references.append(own_actor.complete_trajectory.remote(uid, reward=1.0))
-    statistics = own_actor.get_statistics.remote("train")
+        references.append(shared_actor.complete_trajectory.remote(uid, reward=1.0, channel=channel))
+    statistics = shared_actor.get_statistics.remote(channel)
     assert await asyncio.gather(*references) == (["accepted"] * 3 + ["complete"]) * 200
     assert (await statistics)["groups"]["ready"] == 200
 
@@ -216,13 +221,13 @@ async def acked(actor, channel):
     return (await actor.get_statistics.remote(channel))["groups"]["acked"]
 
 
-async def test_a_bare_fetch_sees_what_was_submitted_before_it(own_actor, make_step):
+async def test_a_bare_fetch_sees_what_was_submitted_before_it(shared_actor, channel, make_step):
     """Though it runs beside the others, and they were not waited for."""
     for i in range(50):
         steps = [make_step(f"t{i}", f"p{i}", k, prompt_ids=[1] * 40_000) for k in range(3)]
-        own_actor.submit_steps.remote(steps)
-        own_actor.complete_trajectory.remote(f"t{i}")
-        batch = await own_actor.fetch_batch.remote()
+        shared_actor.submit_steps.remote(steps, channel)
+        shared_actor.complete_trajectory.remote(f"t{i}", channel=channel)
+        batch = await shared_actor.fetch_batch.remote(channel=channel)
         assert [step.trajectory_uid for step in batch] == [f"t{i}"] * 3
 
 
@@ -241,12 +246,13 @@ async def test_a_client_is_found_by_name_and_a_missing_pool_is_named(shared_acto
         connect("missing")
 
 
-async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_step):
-    client = client_of([own_actor])
+async def test_a_dead_pool_is_a_connection_error_in_one_line(cluster, make_step):
+    actor = start_data_pool(name=uuid.uuid4().hex)
+    client = client_of([actor])
     waiting = asyncio.create_task(client.fetch_batch(timeout_s=None))
     await until(lambda: is_true(consumers(client, "train")))
     pid = (await client.describe())["pid"]
-    ray.kill(own_actor)
+    ray.kill(actor)
     await until(lambda: not psutil.pid_exists(pid))
     for call in (waiting, client.submit_step(make_step("t")), client.get_statistics()):
         with pytest.raises(ConnectionError, match="the DataPool cannot be reached") as e:
@@ -281,40 +287,41 @@ async def kill(client):
     await asyncio.to_thread(process.wait, 10)
 
 
-async def test_a_killed_pool_still_has_what_it_acknowledged(own_actor, make_step):
-    client = client_of([own_actor])
+async def test_a_killed_pool_still_has_what_it_acknowledged(mortal, channel, make_step):
+    where = {"channel": channel}
     steps = [make_step(t, f"p{t}", i, metadata={"i": i}) for t in "ab" for i in range(3)]
-    await client.submit_steps(steps)
-    await client.complete_trajectory("a", reward=1.0)
-    await client.submit_step(make_step("c", "pc", is_last=True))
-    first = await client.lease_batch()
-    await kill(client)
+    await mortal.submit_steps(steps, **where)
+    await mortal.complete_trajectory("a", reward=1.0, **where)
+    await mortal.submit_step(make_step("c", "pc", is_last=True), **where)
+    first = await mortal.lease_batch(**where)
+    await kill(mortal)
 
-    assert await client.submit_steps(steps[3:]) == ["duplicate"] * 3
-    stats = await client.get_statistics("train")
+    assert await mortal.submit_steps(steps[3:], **where) == ["duplicate"] * 3
+    stats = await mortal.get_statistics(channel)
     assert [stats["groups"][k] for k in ("open", "ready", "leased")] == [1, 1, 1]
-    await client.ack(first.lease_id)
-    await client.ack(first.lease_id)
-    assert await client.submit_step(steps[0]) == "late"
-    assert await client.complete_trajectory("b", reward=0.5) == "complete"
-    assert [g.prompt_uid for g in (await client.lease_batch(batch_size=2)).groups] == ["pc", "pb"]
+    await mortal.ack(first.lease_id)
+    await mortal.ack(first.lease_id)
+    assert await mortal.submit_step(steps[0], **where) == "late"
+    assert await mortal.complete_trajectory("b", reward=0.5, **where) == "complete"
+    rest = await mortal.lease_batch(batch_size=2, **where)
+    assert [g.prompt_uid for g in rest.groups] == ["pc", "pb"]
 
 
-async def test_a_lease_whose_answer_was_lost_is_given_again_to_the_same_call(own_actor, make_step):
-    client = client_of([own_actor])
-    await client.submit_step(make_step("t", is_last=True))
-    lost = await client.call(LeaseBatch(request_id="r"))
-    await kill(client)
-    assert await client.call(LeaseBatch(request_id="r")) == lost
-    assert await client.call(LeaseBatch(request_id="other")) == "nothing_yet"
+async def test_a_lease_whose_answer_was_lost_is_given_again_to_the_same_call(
+    mortal, channel, make_step
+):
+    await mortal.submit_step(make_step("t", is_last=True), channel)
+    lost = await mortal.call(LeaseBatch(channel=channel, request_id="r"))
+    await kill(mortal)
+    assert await mortal.call(LeaseBatch(channel=channel, request_id="r")) == lost
+    assert await mortal.call(LeaseBatch(channel=channel, request_id="other")) == "nothing_yet"
 
 
-async def test_a_call_under_way_when_the_pool_is_killed_gets_its_answer(own_actor, make_step):
-    client = client_of([own_actor])
-    fetch = asyncio.create_task(client.fetch_batch(timeout_s=60))
-    await until(lambda: is_true(consumers(client, "train")))
-    await kill(client)
-    await client.submit_step(make_step("t", is_last=True))
+async def test_a_call_under_way_when_the_pool_is_killed_gets_its_answer(mortal, channel, make_step):
+    fetch = asyncio.create_task(mortal.fetch_batch(channel=channel, timeout_s=60))
+    await until(lambda: is_true(consumers(mortal, channel)))
+    await kill(mortal)
+    await mortal.submit_step(make_step("t", is_last=True), channel)
     assert len(await fetch) == 1
 
 
@@ -337,23 +344,23 @@ async def test_a_pool_without_a_journal_knows_no_lease_of_its_former_life(memory
     await client.ack(after.lease_id)
 
 
-async def test_a_client_connects_again_to_the_pool_that_comes_back(own_actor, make_step):
-    client = client_of([own_actor])
-    waiting = asyncio.create_task(client.lease_batch(1, timeout_s=None))
-    await until(lambda: is_true(consumers(client, "train")))
-    psutil.Process((await client.describe())["pid"]).kill()
-    assert await client.submit_step(make_step("t")) == "accepted"
-    await client.complete_trajectory("t", reward=1.0)
+async def test_a_client_connects_again_to_the_pool_that_comes_back(mortal, channel, make_step):
+    waiting = asyncio.create_task(mortal.lease_batch(1, channel=channel, timeout_s=None))
+    await until(lambda: is_true(consumers(mortal, channel)))
+    psutil.Process((await mortal.describe())["pid"]).kill()
+    assert await mortal.submit_step(make_step("t"), channel) == "accepted"
+    await mortal.complete_trajectory("t", reward=1.0, channel=channel)
     lease = await waiting
     assert lease is not None
     assert lease.steps[0].trajectory_uid == "t"
 
 
 async def test_a_new_client_finds_a_pool_that_is_busy_with_a_bare_handles_calls(
-    own_actor, make_step
+    shared_actor, channel, make_step
 ):
-    calls = [own_actor.submit_step.remote(make_step("t", index=i)) for i in range(1500)]
-    assert await client_of([own_actor]).submit_step(make_step("u", "q")) == "accepted"
+    calls = [shared_actor.submit_step.remote(make_step("t", index=i), channel) for i in range(1500)]
+    newcomer = client_of([shared_actor])
+    assert await newcomer.submit_step(make_step("u", "q"), channel) == "accepted"
     assert ray.wait(calls[-1:], timeout=0)[1], "its calls are not through yet"
     assert set(await asyncio.gather(*calls)) == {"accepted"}
 

@@ -74,13 +74,15 @@ def channel():
     return uuid.uuid4().hex
 
 
+@pytest.fixture(scope="module")
+def mortal_handles(cluster):
+    return start_shards(PoolConfig(shards=N), name="mortal")
+
+
 @pytest.fixture
-def own(cluster):
-    """A pool whose shards the test may kill."""
-    handles = start_shards(PoolConfig(shards=N), name=uuid.uuid4().hex)
-    yield client_of(handles)
-    for handle in handles:
-        ray.kill(handle)
+def mortal(mortal_handles):
+    """A pool of whose shards tests may kill the processes: Ray starts them again."""
+    return client_of(mortal_handles)
 
 
 def shards_of(client):
@@ -728,59 +730,61 @@ def kept_from_restarting(folder):
         os.close(lock)
 
 
-async def test_a_dead_shard_stops_nobody_but_its_own_groups(own, make_step):
+async def test_a_dead_shard_stops_nobody_but_its_own_groups(mortal, channel, make_step):
     mine, theirs = uids(0, 30), uids(1, 30)
-    await fill(own, [*mine[:10], *theirs[:10]], make_step)
-    before = await own.lease_batch(batch_size=4)
+    await fill(mortal, [*mine[:10], *theirs[:10]], make_step, channel)
+    before = await mortal.lease_batch(channel=channel, batch_size=4)
     assert {shard_of(uid, N) for uid in prompts_of(before)} == {0, 1}
-    waiting = asyncio.create_task(own.lease_batch(batch_size=50, timeout_s=60))
-    await until(lambda: waits_for(own, "consumers", 1))
-    folder = Path((await own.describe())["shards"][1]["journal"]["folder"])
-    await kill(own, 1)
+    waiting = asyncio.create_task(mortal.lease_batch(channel=channel, batch_size=50, timeout_s=60))
+    await until(lambda: waits_for(mortal, "consumers", 1, channel))
+    folder = Path((await mortal.describe())["shards"][1]["journal"]["folder"])
+    await kill(mortal, 1)
     with kept_from_restarting(folder):
         # Of shard 1, or of both: they wait for it.
-        ack = asyncio.create_task(own.ack(before.lease_id))
-        late = asyncio.create_task(fill(own, theirs[10:], make_step))
-        merged = asyncio.create_task(own.get_statistics("train"))
+        ack = asyncio.create_task(mortal.ack(before.lease_id))
+        late = asyncio.create_task(fill(mortal, theirs[10:], make_step, channel))
+        merged = asyncio.create_task(mortal.get_statistics(channel))
         # Of shard 0: nothing happens to them.
-        await own.open_trajectory("opened", mine[10])
-        await own.submit_step(make_step("opened", mine[10]))
-        assert await own.complete_trajectory("opened") == "complete"
-        await own.mark(mine[10], note="seen")
-        await fill(own, mine[11:], make_step)
+        await mortal.open_trajectory("opened", mine[10], channel=channel)
+        await mortal.submit_step(make_step("opened", mine[10]), channel)
+        assert await mortal.complete_trajectory("opened", channel=channel) == "complete"
+        await mortal.mark(mine[10], channel=channel, note="seen")
+        await fill(mortal, mine[11:], make_step, channel)
         assert not any(call.done() for call in (ack, late, merged, waiting))
     await ack
     await late
     await merged
     served = prompts_of(await waiting)
     while len(served) < 60 - 4:
-        lease = await own.lease_batch(timeout_s=60)
+        lease = await mortal.lease_batch(channel=channel, timeout_s=60)
         served += prompts_of(lease)
-        await own.ack(lease.lease_id)
+        await mortal.ack(lease.lease_id)
     assert sorted([*served, *prompts_of(before)]) == sorted([*mine, *theirs])
-    stats = await own.get_statistics("train")
+    stats = await mortal.get_statistics(channel)
     assert stats["groups"]["submitted"] == 60
     assert_conserved(stats)
 
 
 @pytest.mark.long
-async def test_under_load_everything_acknowledged_is_served_once_across_kills(own, make_step):
+async def test_under_load_everything_acknowledged_is_served_once_across_kills(
+    mortal, channel, make_step
+):
     n = 100
     prompts = both(n, "load")
     served: list[str] = []
 
     async def produce(part):
-        client = pickle.loads(pickle.dumps(own))
+        client = pickle.loads(pickle.dumps(mortal))
         for i, uid in enumerate(part):
-            await client.submit_steps([make_step(f"t-{uid}", uid, j) for j in range(2)])
-            assert await client.complete_trajectory(f"t-{uid}", 1.0) == "complete"
+            await client.submit_steps([make_step(f"t-{uid}", uid, j) for j in range(2)], channel)
+            assert await client.complete_trajectory(f"t-{uid}", 1.0, channel=channel) == "complete"
             if i % 25 == 0:
                 await asyncio.sleep(0.01)
 
     async def consume():
-        client = pickle.loads(pickle.dumps(own))
+        client = pickle.loads(pickle.dumps(mortal))
         while len(served) < 2 * n:
-            lease = await client.lease_batch(batch_size=2, timeout_s=0.5)
+            lease = await client.lease_batch(channel=channel, batch_size=2, timeout_s=0.5)
             if lease is not None:
                 await client.ack(lease.lease_id)
                 served.extend(prompts_of(lease))
@@ -788,10 +792,10 @@ async def test_under_load_everything_acknowledged_is_served_once_across_kills(ow
     async def disturb():
         for k in (1, 0):
             await asyncio.sleep(0.2)
-            await kill(own, k)
+            await kill(mortal, k)
 
             async def is_back(k=k):
-                return "pid" in (await own.describe())["shards"][k]
+                return "pid" in (await mortal.describe())["shards"][k]
 
             await until(is_back)
 
@@ -799,12 +803,13 @@ async def test_under_load_everything_acknowledged_is_served_once_across_kills(ow
         *(produce(prompts[i::3]) for i in range(3)), consume(), consume(), disturb()
     )
     assert sorted(served) == sorted(prompts)
-    stats = await own.get_statistics("train")
+    stats = await mortal.get_statistics(channel)
     assert (stats["groups"]["acked"], stats["steps"]["acked"]) == (2 * n, 4 * n)
     assert_conserved(stats)
 
 
-async def test_a_shard_that_is_gone_for_good_is_an_error_and_not_silence(own, make_step):
+async def test_a_shard_that_is_gone_for_good_is_an_error_and_not_silence(cluster, make_step):
+    own = client_of(start_shards(PoolConfig(shards=N), name=uuid.uuid4().hex))
     await fill(own, uids(1, 1), make_step)
     waiting = asyncio.create_task(own.lease_batch(batch_size=2, timeout_s=None))
     await until(lambda: waits_for(own, "consumers", 1))
@@ -814,14 +819,15 @@ async def test_a_shard_that_is_gone_for_good_is_an_error_and_not_silence(own, ma
     with pytest.raises(PoolUnavailableError):
         await own.lease_batch()
     assert await own.submit_step(make_step("t", uids(1, 2)[1])) == "accepted"
+    ray.kill(own.shards[1].handle)
 
 
 async def test_a_lease_whose_answer_was_lost_with_its_shard_is_given_again(
-    own, make_step, monkeypatch
+    mortal, channel, make_step, monkeypatch
 ):
-    await fill(own, both(1), make_step)
-    await own.get_statistics()
-    link = own.shards[1]
+    await fill(mortal, both(1), make_step, channel)
+    await mortal.get_statistics()
+    link = mortal.shards[1]
     heard = link._connection._answered
     is_granted = asyncio.Event()
 
@@ -833,42 +839,44 @@ async def test_a_lease_whose_answer_was_lost_with_its_shard_is_given_again(
                 heard([frame])
 
     monkeypatch.setattr(link._connection, "_answered", lose_leases)
-    leasing = asyncio.create_task(own.lease_batch(batch_size=2, timeout_s=60))
+    leasing = asyncio.create_task(mortal.lease_batch(channel=channel, batch_size=2, timeout_s=60))
     await is_granted.wait()
-    await kill(own, 1)
+    await kill(mortal, 1)
     lease = await leasing
     assert sorted(prompts_of(lease)) == sorted(both(1))
-    assert (await own.get_statistics("train"))["leases"]["active"] == 2
-    await own.ack(lease.lease_id)
+    assert (await mortal.get_statistics(channel))["leases"]["active"] == 2
+    await mortal.ack(lease.lease_id)
 
 
-async def test_what_has_a_tag_goes_from_all_shards_whatever_dies_meanwhile(own, make_step):
-    prompts = both(2)
-    await fill(own, prompts, make_step)
+async def test_what_has_a_tag_goes_from_all_shards_whatever_dies_meanwhile(
+    mortal, channel, make_step
+):
+    prompts = both(2, "tagged")
+    await fill(mortal, prompts, make_step, channel)
     for uid in prompts:
-        await own.mark(uid, tags=["ann"])
-    lease = await own.lease_batch(batch_size=2)
-    deleted = await own.delete(tag="ann")
+        await mortal.mark(uid, channel=channel, tags=["ann"])
+    lease = await mortal.lease_batch(channel=channel, batch_size=2)
+    deleted = await mortal.delete(tag="ann")
     assert sorted(deleted.leased) == sorted(f"t-{group.prompt_uid}" for group in lease.groups)
     assert sorted(deleted.trajectories + deleted.leased) == sorted(f"t-{uid}" for uid in prompts)
-    await kill(own, 0)
-    await own.nack(lease.lease_id)
-    assert await own.lease_batch() is None
-    assert (await own.get_statistics("train"))["groups"]["drop_reasons"] == {"deleted": 4}
-    assert (await own.delete(trajectory_uid=f"t-{prompts[0]}")).trajectories == ()
+    await kill(mortal, 0)
+    await mortal.nack(lease.lease_id)
+    assert await mortal.lease_batch(channel=channel) is None
+    assert (await mortal.get_statistics(channel))["groups"]["drop_reasons"] == {"deleted": 4}
+    assert (await mortal.delete(trajectory_uid=f"t-{prompts[0]}")).trajectories == ()
 
 
-async def test_one_trajectory_goes_from_its_shard_and_its_group_goes_on(own, make_step):
+async def test_one_trajectory_goes_from_its_shard_and_its_group_goes_on(mortal, channel, make_step):
     for uid in (prompts := both(1)):
-        await own.open_group(uid, 2)
+        await mortal.open_group(uid, 2, channel=channel)
         for k in range(2):
-            await own.submit_step(make_step(f"t{k}-{uid}", uid, is_last=True))
+            await mortal.submit_step(make_step(f"t{k}-{uid}", uid, is_last=True), channel)
     for uid in prompts:
-        assert (await own.delete_trajectory(f"t0-{uid}")).trajectories == (f"t0-{uid}",)
-        assert (await own.delete_trajectory(f"t0-{uid}")).trajectories == ()
-    await kill(own, 0)
-    lease = await own.lease_batch(batch_size=2)
+        assert (await mortal.delete_trajectory(f"t0-{uid}")).trajectories == (f"t0-{uid}",)
+        assert (await mortal.delete_trajectory(f"t0-{uid}")).trajectories == ()
+    await kill(mortal, 0)
+    lease = await mortal.lease_batch(channel=channel, batch_size=2)
     served = [t.trajectory_uid for group in lease.groups for t in group.trajectories]
     assert sorted(served) == sorted(f"t1-{uid}" for uid in prompts)
-    late = [await own.submit_step(make_step(f"t0-{uid}", uid, 1)) for uid in prompts]
+    late = [await mortal.submit_step(make_step(f"t0-{uid}", uid, 1), channel) for uid in prompts]
     assert late == ["late", "late"]

@@ -20,6 +20,7 @@ from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.engines.vllm import GENERATE
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
+from tests.backends.engines.embedded_here import embedded_here
 
 ROOT = Path(__file__).parents[2]
 KIND = os.environ.get("STEPWELL_TEST_ENGINES", "embedded")
@@ -113,12 +114,14 @@ def _of_vllm(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def engine(log_dir: Path) -> AsyncIterator[str]:
-    """The embedded engine on a free port, as a process of its own; yields its url. With
-    `STEPWELL_TEST_ENGINES=sglang` a real SGLang, likewise a vLLM."""
-    config = EngineConfig(
-        kind=KIND,
-        model_path=ROOT / "examples" / "quickstart" / "model",
-    )
+    """The embedded engine on a free port; yields its url. With `STEPWELL_TEST_ENGINES=sglang` a
+    real SGLang, likewise a vLLM."""
+    model = ROOT / "examples" / "quickstart" / "model"
+    if KIND == "embedded":
+        with embedded_here(model) as url:
+            yield url
+        return
+    config = EngineConfig(kind=KIND, model_path=model)
     supervisor = Supervisor(config, log_dir)
     try:
         yield await asyncio.to_thread(supervisor.start)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,27 +61,113 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(folder / "metrics.jsonl")
 
 
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that a signal ended after its first optimizer step, or soon after it."""
+
+    folder: Path
+    status: int
+    output: str
+    children: list[psutil.Process]
+    """Its processes while it trained."""
+    step: int
+    """The last optimizer step that it took."""
+
+
+def interrupt(folder: Path, number: signal.Signals, *overrides: str) -> Interrupted:
+    process = subprocess.Popen(
+        command(folder, "trainer.total_steps=1000", *overrides),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    output = ""
+    try:
+        for line in process.stdout:
+            output += line
+            if "step    1" in line:
+                break
+        else:
+            pytest.fail(f"training never started:\n{output}")
+        children = psutil.Process(process.pid).children(recursive=True)
+        if number == signal.SIGINT:
+            # To the whole foreground group, as a terminal does.
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        output += process.communicate(timeout=120)[0]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    step = records_of(folder)[-1]["step"]
+    return Interrupted(folder, process.returncode, output, children, step)
+
+
+def recorded(folder: Path) -> str:
+    return f"trainer.save_debug_rollout_data={folder / 'batches'}"
+
+
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two optimizer steps that was asked for two more, its batches recorded."""
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """A run that Ctrl-C ended, its batches recorded."""
     folder = tmp_path_factory.mktemp("run")
-    recorded = f"trainer.save_debug_rollout_data={folder / 'batches'}"
-    first = run(command(folder, "trainer.total_steps=2", recorded))
-    assert first.returncode == 0, first.stderr
-    second = run_here(command(folder, "trainer.total_steps=4", recorded))
-    assert second.returncode == 0, second.stderr
-    assert "resumed at optimizer step 2" in second.stdout
-    return folder
+    return interrupt(folder, signal.SIGINT, recorded(folder))
 
 
-def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Path) -> None:
-    tmp_path = resumed
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+@dataclass(frozen=True)
+class Resumed:
+    """A run that was interrupted, and ended by itself when it was started again."""
+
+    folder: Path
+    began: int
+    """The optimizer step that it went on from."""
+    last: int
+    """The optimizer step that it ended with."""
+
+
+@pytest.fixture(scope="module")
+def resumed(interrupted: Interrupted) -> Resumed:
+    """Two optimizer steps more than before."""
+    folder, last = interrupted.folder, interrupted.step + 2
+    again = run_here(command(folder, f"trainer.total_steps={last}", recorded(folder)))
+    assert again.returncode == 0, again.stderr
+    assert f"resumed at optimizer step {interrupted.step}" in again.stdout
+    return Resumed(folder, interrupted.step, last)
+
+
+def check_interrupted(run: Interrupted) -> None:
+    assert run.children
+    assert run.status == 130, run.output
+    assert "interrupted" in run.output
+    assert "Traceback" not in run.output
+    assert "received at time" not in run.output  # a stack of Ray's C++ part
+    assert f"saved at optimizer step {run.step}; the same command goes on" in run.output
+    assert (run.folder / "checkpoints" / f"step_{run.step}").is_dir()
+    _, alive = psutil.wait_procs(run.children, timeout=15)
+    assert not alive, [p.cmdline()[:3] for p in alive]
+
+
+def test_an_interrupted_run_saves_and_leaves_no_process(interrupted: Interrupted) -> None:
+    check_interrupted(interrupted)
+
+
+@pytest.mark.long
+def test_a_terminated_run_saves_and_leaves_no_process(tmp_path: Path) -> None:
+    check_interrupted(interrupt(tmp_path, signal.SIGTERM))
+
+
+def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Resumed) -> None:
+    folder, steps = resumed.folder, [*range(1, resumed.last + 1)]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # The line of a step is written anew when its evaluation has ended.
-    assert [r["step"] for r in lines] == [0, 1, 2, 2, 3, 4, 4]
-    assert [r["step"] for r in lines if "val/score" in r] == [0, 2, 4]
-    records = records_of(tmp_path)
-    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert [r["step"] for r in lines] == [0, *steps, resumed.last]
+    assert [r["step"] for r in lines if "val/score" in r] == [0, resumed.last]
+    records = records_of(folder)
+    assert [r["step"] for r in records] == steps
     for record in records:
         for key in (
             "step",
@@ -103,41 +190,42 @@ def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Path) -> No
             assert isinstance(record[key], int | float), key
     assert [r["policy_version"] for r in records] == sorted(r["policy_version"] for r in records)
 
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["optimizer_steps"] == 4
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["optimizer_steps"] == resumed.last
     for key in ("eval_before", "eval_after", "tool_use_before", "tool_use_after"):
         assert 0 <= summary[key] <= 1
     assert 0 < summary["trainer_starved"] <= 1
     assert 0 <= summary["generation_saturated"] <= 1
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_it_trained_can_be_read(resumed: Path) -> None:
-    rows = [json.loads(line) for line in (resumed / "rollouts.jsonl").read_text().splitlines()]
-    assert {r["step"] for r in rows} == {1, 2, 3, 4}
+def test_what_it_trained_can_be_read(resumed: Resumed) -> None:
+    text = (resumed.folder / "rollouts.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert {r["step"] for r in rows} == {*range(1, resumed.last + 1)}
     assert all(r["prompt"] and r["response"] and 0 <= r["reward"] <= 1 for r in rows)
-    assert {r["version"] for r in rows} <= {0, 1, 2, 3, 4}
+    assert {r["version"] for r in rows} <= {*range(resumed.last + 1)}
 
 
-def test_every_figure_of_a_run_is_in_the_page_and_the_other_way_round(resumed: Path) -> None:
-    keys = {key for record in records_of(resumed) for key in record}
+def test_every_figure_of_a_run_is_in_the_page_and_the_other_way_round(resumed: Resumed) -> None:
+    keys = {key for record in records_of(resumed.folder) for key in record}
     assert undocumented(keys) == set()
     assert unseen(documented(always=True), keys) == set()
 
 
-def test_its_logs_are_in_its_folder(resumed: Path) -> None:
-    logs = resumed / "logs"
+def test_its_logs_are_in_its_folder(resumed: Resumed) -> None:
+    logs = resumed.folder / "logs"
     parts = ("trainer", "pool", "gateway", "rollout", "supervisor", "engine")
     assert {path.name for path in logs.iterdir()} >= {f"{part}.log" for part in parts}
     log = (logs / "trainer.log").read_text()
-    assert "resumed at optimizer step 2" in log
-    assert "step    4  reward" in log
+    assert f"resumed at optimizer step {resumed.began}" in log
+    assert f"step {resumed.last:4}  reward" in log
 
 
-def test_what_each_step_was_trained_on_is_kept_for_people(resumed: Path) -> None:
-    assert trained_steps(resumed) == [1, 2, 3, 4]
-    for step in (1, 4):
-        (first, *_) = read_trained(resumed, step)
+def test_what_each_step_was_trained_on_is_kept_for_people(resumed: Resumed) -> None:
+    assert trained_steps(resumed.folder) == [*range(1, resumed.last + 1)]
+    for step in (1, resumed.last):
+        (first, *_) = read_trained(resumed.folder, step)
         assert [set(columns) for columns in first.columns] == [
             {"advantages", "weights", "prox_log_probs", "mask"} for _ in first.trajectory.steps
         ]
@@ -145,43 +233,44 @@ def test_what_each_step_was_trained_on_is_kept_for_people(resumed: Path) -> None
         assert all(call["engine_s"] > 0 for call in calls)
 
 
-def test_its_ledger_accounts_for_every_prompt(resumed: Path) -> None:
-    found = audit(resumed / "checkpoints" / LEDGER)
-    assert found.trained == 8
-    assert found.updates == {1: 2, 2: 2, 3: 2, 4: 2}
+def test_its_ledger_accounts_for_every_prompt(resumed: Resumed) -> None:
+    found = audit(resumed.folder / "checkpoints" / LEDGER)
+    assert found.trained == 2 * resumed.last
+    assert found.updates == dict.fromkeys(range(1, resumed.last + 1), 2)
     assert found.doubled == ()
-    assert len(found.draws) == 8 + found.dropped.total() - found.returned + len(
+    assert len(found.draws) == found.trained + found.dropped.total() - found.returned + len(
         found.in_flight + found.waiting
     )
 
 
-def test_a_recording_is_trained_again_without_engines_to_the_same_bits(resumed: Path) -> None:
+def test_a_recording_is_trained_again_without_engines_to_the_same_bits(resumed: Resumed) -> None:
+    folder = resumed.folder
     done = run_here(
         command(
-            resumed,
-            "trainer.total_steps=4",
-            f"trainer.load_debug_rollout_data={resumed / 'batches'}",
+            folder,
+            f"trainer.total_steps={resumed.last}",
+            f"trainer.load_debug_rollout_data={folder / 'batches'}",
             "run.resume=never",  # a replay has nothing to start over: it leaves the run alone
         )
     )
     assert done.returncode == 0, done.stderr
-    replayed, recorded = records_of(resumed / "replay"), records_of(resumed)
-    assert [r["step"] for r in replayed] == [1, 2, 3, 4]
+    replayed, recorded = records_of(folder / "replay"), records_of(folder)
+    assert [r["step"] for r in replayed] == [*range(1, resumed.last + 1)]
     for key in ("loss", "grad_norm", "staleness/mean", "off_policy_share", "policy_version"):
         assert [r[key] for r in replayed] == [r[key] for r in recorded], key
     assert "gateway" not in done.stdout
 
-    missing = run_here(command(resumed, f"trainer.load_debug_rollout_data={resumed / 'nowhere'}"))
+    missing = run_here(command(folder, f"trainer.load_debug_rollout_data={folder / 'nowhere'}"))
     assert missing.returncode == 2
     assert "no batch is recorded" in missing.stderr
 
 
 def test_its_policy_is_exported_as_a_model_that_transformers_loads(
-    resumed: Path, tmp_path: Path
+    resumed: Resumed, tmp_path: Path
 ) -> None:
     target = tmp_path / "model"
     done = run_here(
-        [sys.executable, "-m", "stepwell", "export", str(resumed), "--to", str(target)],
+        [sys.executable, "-m", "stepwell", "export", str(resumed.folder), "--to", str(target)],
     )
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(target, local_files_only=True)
@@ -192,7 +281,7 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
     assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template
 
     again = run_here(
-        [sys.executable, "-m", "stepwell", "export", str(resumed), "--to", str(target)]
+        [sys.executable, "-m", "stepwell", "export", str(resumed.folder), "--to", str(target)]
     )
     assert again.returncode == 2
     assert "which exists; name a new folder" in again.stderr
@@ -275,52 +364,6 @@ def test_a_version_that_is_rolled_back_beside_a_trainer_is_trained_on(tmp_path: 
             process.wait()
     assert process.returncode == 130
     assert records_of(tmp_path)[-1]["publish/rolled_back"] == 1
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
-)
-def test_an_interrupted_run_saves_and_leaves_no_process(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    process = subprocess.Popen(
-        command(tmp_path, "trainer.total_steps=1000"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    output = ""
-    try:
-        for line in process.stdout:
-            output += line
-            if "step    1" in line:
-                break
-        else:
-            pytest.fail(f"training never started:\n{output}")
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert children
-        if number == signal.SIGINT:
-            # To the whole foreground group, as a terminal does.
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
-        output += process.communicate(timeout=60)[0]
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    assert process.returncode == 130, output
-    assert "interrupted" in output
-    assert "Traceback" not in output
-    assert "received at time" not in output  # a stack of Ray's C++ part
-    step = records_of(tmp_path)[-1]["step"]
-    assert f"saved at optimizer step {step}; the same command goes on" in output
-    assert (tmp_path / "checkpoints" / f"step_{step}").is_dir()
-    _, alive = psutil.wait_procs(children, timeout=15)
-    assert not alive, [p.cmdline()[:3] for p in alive]
 
 
 @pytest.mark.long

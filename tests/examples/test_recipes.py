@@ -13,8 +13,6 @@ import pytest
 from aiohttp import web
 
 from examples.recipes.shell_agent import agent as shell_agent
-from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
@@ -22,6 +20,7 @@ from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.trainer.config import RewardConfig, RolloutConfig
 from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rollout.worker import RolloutWorker
+from tests.backends.engines.embedded_here import embedded_here
 from tests.gateway.conftest import QUICKSTART, local_pool, make_tokenizer, port_of, serving
 from tests.helpers import serving_posts
 
@@ -40,12 +39,9 @@ SHOWS = {"anthropic": "AsyncAnthropic", "sub_agents": "asyncio.gather", "judge":
 
 
 @pytest.fixture(scope="module")
-def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    supervisor = Supervisor(EngineConfig(model_path=QUICKSTART), tmp_path_factory.mktemp("engine"))
-    try:
-        yield supervisor.start()
-    finally:
-        supervisor.stop()
+def engine_url() -> Iterator[str]:
+    with embedded_here(QUICKSTART) as url:
+        yield url
 
 
 @asynccontextmanager

@@ -42,6 +42,7 @@ from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Keys, extend_key
 from stepwell.gateway.tokens.template import ChatTemplate
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from tests.builders import until
 from tests.helpers import reserved_port
 
 # -- templates -------------------------------------------------------------------------------
@@ -587,6 +588,22 @@ OURS = http_protocol(GatewayConfig())
 """The protocol that `stepwell.gateway.server` runs."""
 
 
+async def stop(server: uvicorn.Server, listening: socket.socket) -> None:
+    """As `uvicorn.Server.shutdown`, which sleeps 0.1 s whether or not there is work left."""
+    state, patience_s = server.server_state, server.config.timeout_graceful_shutdown or 0
+    for each in server.servers:
+        each.close()
+    listening.close()
+    for connection in list(state.connections):
+        connection.shutdown()
+    try:
+        await until(lambda: not (state.connections or state.tasks), patience_s)
+    except TimeoutError:
+        for task in state.tasks:
+            task.cancel()
+    await server.lifespan.shutdown()
+
+
 @asynccontextmanager
 async def serving(
     app: Any, *, graceful: bool = True, http: Any = None, port: int = 0
@@ -611,7 +628,7 @@ async def serving(
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         if graceful:
-            await server.shutdown(sockets=[listening])
+            await stop(server, listening)
         else:
             server.servers[0].close()
             for connection in list(server.server_state.connections):

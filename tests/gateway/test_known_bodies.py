@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from msgspec import structs
 
 from stepwell.gateway import known_bodies
@@ -314,10 +315,12 @@ def short_bodies_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_bodies, "LEAST_BYTES", 0)
 
 
+@pytest.mark.hypothesis  # `make test-long` tries more
 @pytest.mark.parametrize("kind", [Chat, Anthropic, Responses, GeminiBodies])
 def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[Chat]) -> None:
     n_known = n_framed = n_attached = 0
-    for seed in range(300):
+    n_conversations = 4 * settings().max_examples
+    for seed in range(n_conversations):
         rng = random.Random(seed)
         bodies = KnownBodies()
         made, graph = kind(rng), TurnGraph()
@@ -351,9 +354,9 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
                 body = {**body, made.name: [*body[made.name], *made.reply()]}
             else:
                 body = made.begin()
-    assert n_known > 500
-    assert n_framed > 300
-    assert n_attached > 300
+    assert n_known > 1.6 * n_conversations
+    assert n_framed > n_conversations
+    assert n_attached > n_conversations
 
 
 def check_call(

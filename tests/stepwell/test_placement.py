@@ -261,19 +261,20 @@ def test_actors_sit_where_the_plan_says_in_every_start(gpus: None) -> None:
             context = ray.get_runtime_context()
             return context.get_node_id(), tuple(map(str, context.get_accelerator_ids()["GPU"]))
 
-    seen = []
-    for _ in range(2):
-        placement = place(config("cluster.engines=2"))
-        options = [*placement.backend_options()["options"]]
-        options += [o for i in range(2) for o in placement.engine_options(i)]
-        parts = [ray.remote(Part).options(num_cpus=0, **o).remote() for o in options]
-        seen.append(ray.get([part.where.remote() for part in parts]))
-        for part in parts:
-            ray.kill(part)
-        placement.release()
-    assert len(set(seen[0])) == 4  # a GPU each
-    assert seen[0] == sorted(seen[0])
-    assert seen[0] == seen[1]
+    first = place(config("cluster.engines=2"))
+    options = [*first.backend_options()["options"]]
+    options += [o for i in range(2) for o in first.engine_options(i)]
+    parts = [ray.remote(Part).options(num_cpus=0, **o).remote() for o in options]
+    seats = ray.get([part.where.remote() for part in parts])
+    for part in parts:
+        ray.kill(part)
+    first.release()
+    assert len(set(seats)) == 4  # a GPU each
+    assert seats == sorted(seats)
+    second = place(config("cluster.engines=2"))
+    second.release()
+    for placement in (first, second):
+        assert [(bundle.node_id, bundle.gpu_ids) for bundle in placement.bundles] == seats
 
 
 @pytest.mark.e2e

@@ -66,6 +66,9 @@ def test_what_descends_from_a_raylet_ends_with_the_run_if_the_run_has_started_it
     env = os.environ | ({VARIABLE: guard.mark} if is_ours else {})
     # Its child has another environment, as one that gives itself a title.
     process = psutil.Popen([str(raylet), "-c", "env -i sleep 600 & wait"], env=env)
+    maps = Path(f"/proc/{guard._process.pid}/maps")
+    while "_psutil" not in maps.read_text():  # it has not begun to look
+        time.sleep(0.05)
     time.sleep(2 * NOTE_EVERY_S)
     (child,) = process.children()
     guard.close()

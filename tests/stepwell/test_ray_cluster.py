@@ -78,6 +78,9 @@ with environment(GLOO_SOCKET_IFNAME="lo"), connected(None, "test", 100):
         for connection in process.net_connections("inet"):
             if connection.status == psutil.CONN_LISTEN:
                 print(process.name(), connection.laddr.ip)
+    commands = [each.cmdline() for each in psutil.Process().children(recursive=True)]
+    scripts = [word for words in commands for word in words[1:4] if word.endswith(".py")]
+    print(*{os.path.basename(script) for script in scripts})
 print(os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
@@ -108,9 +111,15 @@ def test_variables_reach_ranks_engines_and_the_driver_and_end_with_the_run(
 
 
 def test_rays_ports_are_on_loopback(said: list[list[str]]) -> None:
-    _, *listening, _ = said
+    _, *listening, _, _ = said
     assert len(listening) > 3
     assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}, listening
+
+
+def test_it_starts_nothing_that_a_run_does_not_ask(said: list[list[str]]) -> None:
+    *_, scripts, _ = said
+    assert "guard.py" in scripts  # ours
+    assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & {*scripts}, scripts
 
 
 @pytest.mark.parametrize(

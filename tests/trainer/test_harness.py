@@ -293,8 +293,9 @@ async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:
     left_nothing(tmp_path)
 
 
-async def test_a_hundred_rollouts_of_bad_harnesses_are_lost_each_with_its_reason(
-    tmp_path: Path, gateway: RecordingGateway
+@pytest.mark.parametrize("n", [3, pytest.param(10, marks=pytest.mark.long)])
+async def test_many_rollouts_of_bad_harnesses_are_lost_each_with_its_reason(
+    tmp_path: Path, gateway: RecordingGateway, n: int
 ) -> None:
     # Ten of `cpu` would take twenty seconds of it.
     kinds = [name for name in LOSSES if name not in ("cpu", "service", "no_score")]
@@ -305,10 +306,10 @@ async def test_a_hundred_rollouts_of_bad_harnesses_are_lost_each_with_its_reason
     async def run(timeout_s: float, kinds: Sequence[str]) -> None:
         harness = {"command": command, "timeout_s": timeout_s, "limits": SMALL}
         harness |= {"scratch": str(tmp_path / "s"), "grade": {"command": ["true"]}}
-        config = RolloutConfig.model_validate({"harness": harness, "max_attempts": 1, "n": 10})
+        config = RolloutConfig.model_validate({"harness": harness, "max_attempts": 1, "n": n})
         worker = RolloutWorker(config, [gateway.url], logs=tmp_path / "logs")
         groups = (
-            worker.run_group({"instance_id": kind, "question": kind}, f"{kind}-{i}", 10)
+            worker.run_group({"instance_id": kind, "question": kind}, f"{kind}-{i}", n)
             for i, kind in enumerate(kinds)
         )
         for done in await asyncio.gather(*groups):
@@ -317,16 +318,16 @@ async def test_a_hundred_rollouts_of_bad_harnesses_are_lost_each_with_its_reason
 
     others = [kind for kind in kinds if kind != "hang"]
     await asyncio.gather(run(1, ["hang"]), run(120, [*others, "disk"]))
-    assert ends.total() == 100
+    assert ends.total() == 10 * n
     assert not gateway.told("complete")  # nothing is scored, so nothing is scored 0
-    assert ends["timeout"] == 10
-    assert len(gateway.told("abort")) == 100
+    assert ends["timeout"] == n
+    assert len(gateway.told("abort")) == 10 * n
     reasons = [body["reason"] for body in gateway.told("abort")]
     assert all(r == "timeout" or r.startswith("HarnessError: ") for r in reasons), reasons
     for kind in kinds:
         why = LOSSES[kind][2] if kind != "hang" else "timeout"
-        assert sum(why in r for r in reasons) >= 10, (kind, reasons)
-    assert len([*(tmp_path / "logs").iterdir()]) == 100
+        assert sum(why in r for r in reasons) >= n, (kind, reasons)
+    assert len([*(tmp_path / "logs").iterdir()]) == 10 * n
     left_nothing(tmp_path)
 
 

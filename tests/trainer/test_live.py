@@ -91,8 +91,9 @@ async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
 
 
 async def test_a_trainer_that_waits_for_open_conversations_says_what_ends_them(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("stepwell.trainer.batches.REPORT_S", 0.1)
     said: asyncio.Queue[str] = asyncio.Queue()
     config = live_config(tmp_path, "trainer.starvation_timeout_s=0.01")
     async with small_run(config, notify=said.put_nowait) as run:

@@ -1,15 +1,15 @@
-"""A restarted trainer takes up what its pool holds, through a real pool actor."""
+"""A restarted trainer takes up what its pool holds."""
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import ray
 
-from stepwell.datapool import DataPoolClient, PoolConfig, Step, client_of, start_data_pool
+from stepwell.datapool import DataPoolClient, Step
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import DataExhaustedError
@@ -22,10 +22,9 @@ from tests.builders import step_of
 
 
 @pytest.fixture
-def pool(cluster: str) -> Any:
-    handle = start_data_pool(PoolConfig(), name=uuid.uuid4().hex)
-    yield client_of([handle])
-    ray.kill(handle)
+async def pool(tmp_path: Path) -> AsyncIterator[DataPoolClient]:
+    async with DataPoolClient.local(folder=tmp_path / "pool") as client:
+        yield client
 
 
 def task(uid: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ import asyncio
 import json
 import re
 import socket
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,12 +20,13 @@ import pytest
 import ray
 import uvicorn
 
-from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_pool
+from stepwell.datapool import DataPoolClient, PoolConfig
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.server import bind, http_protocol
+from stepwell.gateway.services import Services
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RolloutError
@@ -35,9 +35,8 @@ from stepwell.trainer.rollout.producer import LOSSES, LOST_IN_A_ROW, Producer
 from stepwell.trainer.rollout.worker import INFRASTRUCTURE, RolloutWorker, start_workers
 from tests.builders import until
 from tests.gateway.conftest import ScriptedEngine, make_tokenizer
+from tests.gateway.conftest import stop as stop_server
 from tests.helpers import actor_processes, reserved_port
-
-pytestmark = pytest.mark.usefixtures("cluster")
 
 FAST = Tuning(retry_backoff_s=0.05, engine_health_interval_s=0.1, engine_circuit_open_s=0.05)
 
@@ -76,6 +75,7 @@ class Gateway:
     held: socket.socket = field(default_factory=reserved_port)
     """Its port, also while it is stopped."""
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    services: Services = field(init=False)
 
     @property
     def url(self) -> str:
@@ -93,11 +93,12 @@ class Gateway:
         server = uvicorn.Server(settings)
         server.lifespan = settings.lifespan_class(settings)
         await server.startup(sockets=[listening])
+        self.services = app.state.services
 
         async def stop() -> None:
             for connection in list(server.server_state.connections):
                 connection.transport.abort()
-            await server.shutdown(sockets=[listening])
+            await stop_server(server, listening)
 
         self.stack.push_async_callback(stop)
 
@@ -153,19 +154,21 @@ class Rig:
 @asynccontextmanager
 async def rig_in(folder: Path, outstanding: int = 16) -> AsyncIterator[Rig]:
     channel = ChannelConfig(max_outstanding_groups=outstanding)
-    handle = start_data_pool(PoolConfig(channels={TRAIN: channel}), name=uuid.uuid4().hex)
-    pool, engine = client_of([handle]), ScriptedEngine(version="1")
-    await engine.start()
-    gateway = Gateway(pool, engine)
-    await gateway.start()
-    try:
-        yield Rig(pool, engine, gateway, folder)
-    finally:
-        await gateway.stop()
-        await engine.stop()
-        gateway.held.close()
-        engine.held.close()
-        ray.kill(handle)
+    config = PoolConfig(channels={TRAIN: channel})
+    async with DataPoolClient.local(config, folder / "pool") as pool:
+        engine = ScriptedEngine(version="1")
+        await engine.start()
+        gateway = Gateway(pool, engine)
+        await gateway.start()
+        # Else a rollout that began sooner after the start than an answer takes was disturbed by it.
+        gateway.services.started_at -= 60.0
+        try:
+            yield Rig(pool, engine, gateway, folder)
+        finally:
+            await gateway.stop()
+            await engine.stop()
+            gateway.held.close()
+            engine.held.close()
 
 
 @pytest.fixture
@@ -279,7 +282,6 @@ async def test_a_group_that_closes_before_a_rollout_begins_does_not_end_the_run(
 async def test_an_agent_that_always_fails_is_counted_and_its_prompts_are_not_issued_again(
     rig: Rig, agent: str
 ) -> None:
-    await asyncio.sleep(0.2)  # the gateway has begun to serve
     async with producer_of(rig, 5, agent=f"{__name__}:{agent}") as producer:
         await rig.generate(producer)
     [(failure, n)] = producer.ends.items()
@@ -302,7 +304,6 @@ async def never_calls(task: Mapping[str, Any], base_url: str, api_key: str) -> f
 async def test_an_agent_that_never_works_is_named_at_once_and_ends_the_run(
     rig: Rig, agent: str, cause: str
 ) -> None:
-    await asyncio.sleep(0.2)  # the gateway has begun to serve
     told: list[str] = []
     # One group at a time: the order of their ending is that of their prompts.
     options = {"agent": f"{__name__}:{agent}", "n": 4, "concurrency": 1, "max_attempts": 1}
@@ -366,9 +367,10 @@ async def works_at_every_seventh(task: Mapping[str, Any], base_url: str, api_key
     raise ValueError("no such tool")
 
 
-async def test_a_rollout_that_finishes_starts_the_count_of_lost_groups_anew(rig: Rig) -> None:
-    async with rig_in(rig.folder, outstanding=1) as one:
-        await asyncio.sleep(0.2)
+async def test_a_rollout_that_finishes_starts_the_count_of_lost_groups_anew(
+    tmp_path: Path,
+) -> None:
+    async with rig_in(tmp_path, outstanding=1) as one:
         options = {"n": 5, "min_n": 1, "max_attempts": 1}
         agent = f"{__name__}:works_at_every_seventh"
         async with (
@@ -411,6 +413,7 @@ async def test_an_evaluation_outlasts_an_outage_of_the_engine(rig: Rig) -> None:
     assert [len(g.trajectories) for g in lease.groups] == [2, 2, 2]
 
 
+@pytest.mark.usefixtures("cluster")
 async def test_prompts_outlast_the_death_of_a_rollout_worker(rig: Rig) -> None:
     config = rig.config(agent=f"{__name__}:asks_slowly", max_attempts=1)
     workers = start_workers(config, [rig.gateway.url])

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import aiohttp
 import httpx
 import pytest
+from yarl import URL
 
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.files.export import read
@@ -575,17 +577,20 @@ async def test_no_route_loads_code_that_a_request_names(
         {name for each in list_of(described) for name in each}
         | {"channel", "selection", "task_type", "reward_fn", "state", "key", "filters", "order"}
     )
-    async with httpx.AsyncClient(base_url=shown.url, timeout=30) as client:
+    async with aiohttp.ClientSession() as client:  # five times as fast as httpx
         for method, path in sorted(routes):
             if path == "/ui/api/live":  # a stream without end, which takes nothing
                 continue
             for text in code_texts(tmp_path / "evil", all_pairs=False):
-                named = re.sub(r"{[^}]*}", quote(text, safe=""), path)
+                quoted = quote(text, safe="")
+                named = re.sub(r"{[^}]*}", quoted, path)
+                url = URL(f"{shown.url}{named}?channel={quoted}", encoded=True)
                 chosen = {"order": text, "filters": [text]}
                 bodies: list[Any] = [dict.fromkeys(names, text), {"selection": chosen}]
                 bodies = bodies if method == "POST" else [None]
                 for body in bodies:
-                    await client.request(method, named, params={"channel": text}, json=body)
+                    async with client.request(method, url, json=body) as answer:
+                        await answer.read()
                 assert not ran.exists(), (method, path, text)
 
 

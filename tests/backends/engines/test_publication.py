@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
+from tests.backends.engines.embedded_here import embedded_here
 from tests.builders import until
 
 PROMPT = [40, 41, 42, 43]
@@ -20,17 +20,10 @@ pytestmark = pytest.mark.parametrize("_running", ["embedded"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def _misfit(
-    model_dirs: Any, make_engine_config: Callable[..., Any], tmp_path_factory: Any
-) -> Iterator[str]:
+def _misfit(model_dirs: Any) -> Iterator[str]:
     """A second engine with another architecture: it refuses the first one's weights."""
-    supervisor = Supervisor(
-        make_engine_config("embedded", model_dirs.wide), tmp_path_factory.mktemp("logs")
-    )
-    try:
-        yield supervisor.start()
-    finally:
-        supervisor.stop()
+    with embedded_here(model_dirs.wide, "float32") as url:
+        yield url
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Set
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import aiohttp
 import pytest
 
 from stepwell.backends.engines.supervisor import Supervisor
+from tests.backends.engines.embedded_here import embedded_here
 from tests.backends.engines.exchanges import EXCHANGES, FIXTURES, MODEL, Asker, save_new
 
 LEFT_OUT = {
@@ -76,12 +78,15 @@ def served(
 ) -> Iterator[tuple[str, Path]]:
     """An engine of the recorded model: its url and the folder of the new weights."""
     folder = tmp_path_factory.mktemp("recorded")
-    config = make_engine_config(engine_kind, MODEL, max_running_requests=8)
-    supervisor = Supervisor(config, folder / "logs")
-    try:
-        yield supervisor.start(), save_new(folder / "new")
-    finally:
-        supervisor.stop()
+    with ExitStack() as stack:
+        if engine_kind == "embedded":
+            url = stack.enter_context(embedded_here(MODEL, "float32"))
+        else:
+            config = make_engine_config(engine_kind, MODEL, max_running_requests=8)
+            supervisor = Supervisor(config, folder / "logs")
+            stack.callback(supervisor.stop)
+            url = supervisor.start()
+        yield url, save_new(folder / "new")
 
 
 def compare(recorded: Any, answer: Any, where: str, own: Set[str]) -> None:

@@ -28,6 +28,7 @@ from stepwell.backends.errors import EngineRequestError, EngineUnavailableError
 from stepwell.datapool.types import VersionSpan
 from tests.backends.engines.conftest import save_qwen3
 from tests.backends.engines.dynamo_server import dynamo, in_a_thread
+from tests.backends.engines.embedded_here import embedded_here
 from tests.backends.engines.table import EXAMPLE
 
 ROOT = Path(__file__).parents[3]
@@ -120,12 +121,8 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "base", root / "new"
 
 
-@contextmanager
-def started(
-    model: Path, folder: Path, kind: str, **options: Any
-) -> Iterator[tuple[EngineConfig, str]]:
-    """An engine of this kind, and its url."""
-    config = EngineConfig(
+def config_of(model: Path, kind: str, **options: Any) -> EngineConfig:
+    return EngineConfig(
         kind=kind,
         model_path=model,
         dtype="float32",
@@ -133,6 +130,14 @@ def started(
         stream_interval=1,
         options=options,
     )
+
+
+@contextmanager
+def started(
+    model: Path, folder: Path, kind: str, **options: Any
+) -> Iterator[tuple[EngineConfig, str]]:
+    """An engine of this kind, and its url."""
+    config = config_of(model, kind, **options)
     supervisor = Supervisor(config, folder)
     try:
         yield config, supervisor.start()
@@ -141,12 +146,10 @@ def started(
 
 
 @pytest.fixture(scope="module")
-def embedded(
-    endless: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[EngineConfig, str]]:
+def embedded(endless: tuple[Path, Path]) -> Iterator[tuple[EngineConfig, str]]:
     """The one that is asked itself, and behind Dynamo."""
-    with started(endless[0], tmp_path_factory.mktemp("logs"), "embedded") as running:
-        yield running
+    with embedded_here(endless[0], "float32") as url:
+        yield config_of(endless[0], "embedded"), url
 
 
 @pytest.fixture(scope="module", params=KINDS)
