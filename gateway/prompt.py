@@ -287,11 +287,14 @@ class Prompts:
         request.new_ids = new_ids
         if self.vision is not None:
             _place_pictures(request, self.vision)
-        request.ids = ids = new_ids if parent is None else graph.ids_behind(parent, new_ids)
-        if len(ids) <= WHOLE_TOKENS:
-            request.pieces = ()
-        else:
+        n_before = 0 if parent is None else parent.n_tokens
+        if n_before + len(new_ids) > WHOLE_TOKENS:
             request.pieces = [new_ids] if parent is None else [*parent.arrays(), new_ids]
+            ids = new_ids if parent is None else join(request.pieces)
+        else:
+            request.pieces = ()
+            ids = new_ids if parent is None else graph.ids_behind(parent, new_ids)
+        request.ids = ids
         if request.is_kept:  # of calls of tools the garbage collector would walk through each part
             is_short = len(ids) <= SHORT_TOKENS and not request.tools
             graph.keys = keys if is_short and type(request.messages) is list else None
@@ -436,7 +439,7 @@ def _length(
     if not (tools or template_args):
         n_chars = 0
         for message in messages:
-            if len(message) > 2 or type(message["content"]) is not str:
+            if len(message) != 2 or type(message["content"]) is not str:
                 break
             n_chars += len(message["content"])
         else:

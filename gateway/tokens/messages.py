@@ -500,10 +500,10 @@ class TurnMessages:
         if not self._limit:
             return None
         said = [*new, reply]
-        most = self._limit // (8 * len(said))  # a character is six bytes at most, as \u0000
+        most = self._limit // (8 * len(said)) - 64  # a character is six bytes at most, as \u0000
         if self._redact is None:
             for m in said:
-                if len(m) > 2 or type(m["content"]) is not str or len(m["content"]) >= most - 64:
+                if len(m) != 2 or type(m["content"]) is not str or len(m["content"]) >= most:
                     break
             else:
                 return said
