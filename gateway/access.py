@@ -62,6 +62,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from functools import lru_cache
+from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
@@ -225,12 +226,15 @@ def _escaped(name: str) -> str:
     return re.sub("[%/~@]", lambda m: f"%{ord(m[0]):02X}", name)
 
 
-_KEY_HEADERS = (b"x-api-key", b"x-goog-api-key")
+_KEY_HEADERS = frozenset((b"authorization", b"x-api-key", b"x-goog-api-key"))
+_NAME = itemgetter(0)
 
 
 def presented(headers: Headers) -> list[str]:
     """Every key that a request carries, as OpenAI's, Anthropic's and Google's clients send them."""
-    keys = []
+    keys: list[str] = []
+    if _KEY_HEADERS.isdisjoint(map(_NAME, headers.raw)):
+        return keys
     for name, value in headers.raw:  # once, for all names
         if name == b"authorization":
             scheme, _, key = value.decode("latin-1").partition(" ")

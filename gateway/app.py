@@ -119,6 +119,8 @@ class _App(FastAPI):
             if not call.response_started:
                 await call.connection.drain()  # of a client that asks on and reads nothing
                 call.respond(refused)
+        finally:
+            call.end()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self._services

@@ -74,7 +74,7 @@ from stepwell.gateway.prompt import ChatRequest, Prompts
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.reader import ReplyFormat, ReplyText
 from stepwell.gateway.tokens.graph import Turn, join
-from stepwell.gateway.tokens.messages import MESSAGES, TurnMessages, extend_key, text_key
+from stepwell.gateway.tokens.messages import MESSAGES, TurnMessages, text_key
 from stepwell.gateway.trajectory.calls import (
     NOTE,
     Call,
@@ -92,11 +92,13 @@ MAX_BEGINNINGS = 4
 GREEDY_BELOW = 1e-6
 """Temperature below which engines take the likeliest token, with its log-prob at temperature 1."""
 REMEMBERED_TIMES = 4096
-_FREE = ChannelSampling()
 _NO_LOG_PROBS = np.empty(0, np.float32)
 
-BeginAgain: TypeAlias = Callable[[int], LiveTrajectory]
+BeginAgain: TypeAlias = Callable[[LiveTrajectory, ChatRequest, int], LiveTrajectory]
 """Gives the conversation of prompt `i` another trajectory, because its own takes no more calls."""
+
+_Sample: TypeAlias = tuple[LiveTrajectory, ChatRequest, RetryKey, Call | None]
+"""One sample that a request asks for; its call, if it repeats one."""
 
 
 @dataclass(kw_only=True)
@@ -152,7 +154,6 @@ class Calls:
             TrajectoryLimitError: a trajectory's turns or tokens are used up.
             TrajectoryClosedError, TrajectoryConflictError; one of UNAVAILABLE
         """
-        keys = [retry.of_prompt(i).samples(n) for i in range(len(requests))]
         used = [*trajectories]
         for trajectory in used:
             trajectory.users += 1
@@ -163,34 +164,35 @@ class Calls:
                 if len(requests) > 1:
                     await asyncio.sleep(0)  # others go on between two prompts
             for i, request in enumerate(requests):
+                keys = retry.of_prompt(i).samples(n)
                 for left in range(MAX_BEGINNINGS - 1, -1, -1):
                     trajectory = trajectories[i]
                     try:
-                        await self._open(trajectory, request, keys[i], context, caller)
+                        await self._open(trajectory, request, keys, context, caller)
                         break
                     except (TrajectoryClosedError, TrajectoryConflictError):
                         # A conversation has no address that its agent could be told is over.
                         if begin_again is None or not left or not trajectory.is_conversation:
                             raise
-                        trajectories[i] = trajectory = begin_again(i)
+                        trajectories[i] = trajectory = begin_again(trajectory, request, i)
                         used.append(trajectory)
                         trajectory.users += 1
                         await self._prepare(trajectory, request, context)
             # No turn of the loop from here on: of two tries at once the second finds the first.
-            found = [
-                [t.calls.find(key) for key in its]
-                for t, its in zip(trajectories, keys, strict=True)
-            ]
-            self._check_turns(trajectories, found)
-            samplings = [
-                self._sampling(trajectory, request, context)
-                for trajectory, request in zip(trajectories, requests, strict=True)
-            ]
-            return [
-                self._begin(trajectories[i], request, key, call, samplings[i], dialect)
-                for i, request in enumerate(requests)
-                for key, call in zip(keys[i], found[i], strict=True)
-            ]
+            samples: list[_Sample] = []
+            for i, request in enumerate(requests):
+                trajectory = trajectories[i]
+                request.sampling = self._sampling(trajectory, request, context)
+                for key in retry.of_prompt(i).samples(n):
+                    if (known := trajectory.calls.find(key)) is not None:
+                        self.counts["retries"] += 1
+                    samples.append((trajectory, request, key, known))
+            if self.limits.max_turns is not None:
+                self._check_turns(samples)
+            begun: list[LiveCall] = []
+            for sample in samples:
+                begun.append(self._begin(*sample, dialect))
+            return begun
         finally:
             for trajectory in used:
                 trajectory.users -= 1
@@ -245,16 +247,9 @@ class Calls:
                 return
         await trajectory.catch_up()
 
-    def _check_turns(
-        self, trajectories: Sequence[LiveTrajectory], found: Sequence[Sequence[Call | None]]
-    ) -> None:
-        """Count what is repeated, and check that the trajectories may have what is new."""
-        n_new: dict[LiveTrajectory, int] = {}
-        for trajectory, calls in zip(trajectories, found, strict=True):
-            n = calls.count(None)
-            if n < len(calls):
-                self.counts["retries"] += len(calls) - n
-            n_new[trajectory] = n_new.get(trajectory, 0) + n
+    def _check_turns(self, samples: Sequence[_Sample]) -> None:
+        """Check that the trajectories may have what is new."""
+        n_new = Counter(trajectory for trajectory, _, _, known in samples if known is None)
         for trajectory, n in n_new.items():
             self.limits.check_turns(trajectory.steps + len(trajectory.in_flight), n)
 
@@ -292,31 +287,28 @@ class Calls:
         Raises:
             TrajectoryLimitError: its conversation has no tokens left.
         """
-        forced = self.channel_sampling.get(trajectory.channel, _FREE)
-        request.stop += forced.stop or ()
-        request.stop_token_ids += forced.stop_token_ids or ()
         n_prompt = len(request.ids)
         limit = max(context - n_prompt - 1, 1)
-        if (most := forced.max_response_tokens) is not None:
-            used = n_prompt - request.n_first
-            if used >= most:
-                raise TrajectoryLimitError(
-                    f"this conversation has {used} tokens behind its first prompt and may have "
-                    f"{most} (rollout.max_response_tokens); complete the trajectory",
-                    None,
-                )
-            limit = min(limit, most - used)
-        limit = min(forced.max_tokens or limit, limit)
+        temperature, top_p, top_k = request.temperature, request.top_p, request.top_k
+        if (forced := self.channel_sampling.get(trajectory.channel)) is not None:
+            request.stop += forced.stop or ()
+            request.stop_token_ids += forced.stop_token_ids or ()
+            if (most := forced.max_response_tokens) is not None:
+                used = n_prompt - request.n_first
+                if used >= most:
+                    raise TrajectoryLimitError(
+                        f"this conversation has {used} tokens behind its first prompt and may have "
+                        f"{most} (rollout.max_response_tokens); complete the trajectory",
+                        None,
+                    )
+                limit = min(limit, most - used)
+            limit = min(forced.max_tokens or limit, limit)
+            temperature = temperature if forced.temperature is None else forced.temperature
+            top_p = top_p if forced.top_p is None else forced.top_p
+            top_k = top_k if forced.top_k is None else forced.top_k
         stop = request.stop
         if request.tools and request.parse_tools and not request.parallel_tool_calls:
             stop += () if self.format.call_close is None else (self.format.call_close,)
-        temperature, top_p, top_k = request.temperature, request.top_p, request.top_k
-        if forced.temperature is not None:
-            temperature = forced.temperature
-        if forced.top_p is not None:
-            top_p = forced.top_p
-        if forced.top_k is not None:
-            top_k = forced.top_k
         if trajectory.greedy or (temperature is not None and temperature < GREEDY_BELOW):
             temperature = 0.0
         return Sampling(
@@ -338,7 +330,6 @@ class Calls:
         request: ChatRequest,
         key: RetryKey,
         known: Call | None,
-        sampling: Sampling,
         dialect: str,
     ) -> LiveCall:
         """Begin a new call, join one that is in flight, commit one again that is not stored, or
@@ -350,9 +341,11 @@ class Calls:
         if live is not None and live.state != "unstored":
             return live
         ids = request.ids
-        text = self._text(request, ids[: len(ids) - request.n_forced])
+        if request.n_forced:
+            ids = ids[: -request.n_forced]
+        text = self._text(request, ids)
         if known is not None:
-            live = LiveCall(known, request, sampling, dialect, text)
+            live = LiveCall(known, request, dialect, text)
             self._recall(live)
             return live
         call = Call(
@@ -363,7 +356,7 @@ class Calls:
             is_retry=key.is_retry,
             n_forced=request.n_forced,
         )
-        call.live = live = LiveCall(call, request, sampling, dialect, text)
+        call.live = live = LiveCall(call, request, dialect, text)
         self.counts["calls"] += 1
         trajectory.calls.add(call, replaces_failed=key.is_retry)
         trajectory.in_flight.add(live)
@@ -392,7 +385,8 @@ class Calls:
             if live.why_cancelled is not None:
                 raise live.why_cancelled
             if not live.is_generated:
-                await self.limits.enter()
+                if (place := self.limits.enter()) is not None:
+                    await place
                 try:
                     await self._generate(trajectory, live)
                 finally:
@@ -427,7 +421,8 @@ class Calls:
             if live.state != "committing":
                 trajectory.in_flight.discard(live)
                 live.task, live.is_running = None, False
-                live.publish()  # the end
+                if live.watchers:
+                    live.publish()  # the end
                 if not live.readers and live.state != "unstored":
                     live.call.live = None
                 trajectory.forget_if_unused()
@@ -461,7 +456,7 @@ class Calls:
         try:
             generation = await self.engine.generate(
                 live.prompt_ids,
-                live.sampling,
+                request.sampling,
                 affinity=trajectory.uid,
                 on_tokens=live.on_tokens if request.stream else None,
                 pieces=request.pieces if request.is_kept else (),
@@ -493,11 +488,10 @@ class Calls:
             del live.tokens[n:]
             generation = generation.cut(n)
         live.generation, live.is_generated = generation, True
-        parent, keys = request.parent, request.keys
+        parent, keys, live.message = request.parent, request.keys, text.message()
         live.has_reasoning = text.has_reasoning or (parent is not None and parent.has_reasoning)
         if (plain := request.plain) is None:
-            whole = extend_key(keys.prompt, text.message())
-            live.keys = keys.root, keys.prompt, whole, None
+            live.keys = keys.root, keys.prompt, keys.reply(live.message), None
         else:
             if isinstance(plain, bytes):
                 said: str | bytes = plain + generation.response_ids.tobytes()
@@ -559,7 +553,7 @@ class Calls:
     def _step(self, trajectory: LiveTrajectory, live: LiveCall, index: int) -> Step:
         """The Step of a generated call with this index."""
         request, call, generation = live.request, live.call, live.generation
-        parent, reply, sampling = request.parent, live.text, live.sampling
+        parent, reply, sampling = request.parent, live.text, request.sampling
         if index > 0 and parent is None and request.cause is None:
             # Calls that begin together all see an empty graph; only the first to be stored is not a
             # branch (samples of one request are that).
@@ -568,7 +562,7 @@ class Calls:
         messages = None
         if request.messages:
             new = request.messages[request.n_known if parent is not None else 0 :]
-            messages = self.turn_messages.of(new, reply.message())
+            messages = self.turn_messages.of(new, live.message)
         superseded = trajectory.calls.superseded(call, index, parent, trajectory.graph)
         note = TurnNote(
             keys=live.keys,
@@ -577,7 +571,7 @@ class Calls:
             body=call.body,
             is_retry=call.is_retry,
             n_forced=call.n_forced,
-            calls=tuple((c.id, c.name, c.arguments) for c in reply.tool_calls),
+            calls=live.tool_calls,
             has_reasoning=live.has_reasoning,
         )
         params = {
@@ -643,7 +637,7 @@ class Calls:
         call, request, generation = live.call, live.request, live.generation
         self.added_s.append(time.perf_counter() - request.began_at - live.engine_s)
         call.turn, call.finish_reason = turn, generation.finish_reason
-        call.spans = tuple((s.version, s.start, s.end) for s in generation.spans)
+        call.spans = tuple([(s.version, s.start, s.end) for s in generation.spans])
         shows_log_probs = request.n_logprobs is not None or not request.stores_step
         call.log_probs = generation.log_probs if shows_log_probs else None
         call.alternatives = generation.top_log_probs

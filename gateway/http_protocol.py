@@ -23,16 +23,16 @@ import asyncio
 import http
 import logging
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Coroutine, Mapping, Sized
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import httptools
 import orjson
 from starlette.responses import Response
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -106,7 +106,17 @@ class CallApp(Protocol):
         """Find the endpoint of a POST to this path; None: it is no call."""
 
     async def answer_call(self, call: DirectCall) -> None:
-        """Answer a call; errors are answers, too."""
+        """Answer a call, and `end` it; errors are answers, too."""
+
+
+class _Target(NamedTuple):
+    """The address of a call, as it was found."""
+
+    found: Any
+    """The application's `find_call` of `path`."""
+    path: str
+    raw_path: bytes
+    query: bytes
 
 
 class DirectCall(RequestResponseCycle):
@@ -121,6 +131,8 @@ class DirectCall(RequestResponseCycle):
     """The trajectory that its URL names."""
     content: bytes
     """The body, until its handler takes it."""
+    awaited: asyncio.Event | None = None
+    """`message_event`, if somebody waits for the body."""
     common_headers = b""
     """Headers of every answer to it, as lines."""
     # uvicorn's own, as they are at first.
@@ -129,6 +141,7 @@ class DirectCall(RequestResponseCycle):
     response_started = response_complete = False
     chunked_encoding = None
     expected_content_length = 0
+    logger = access_logger = log
     default_headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012 - nobody adds to it
 
     def __init__(
@@ -145,8 +158,6 @@ class DirectCall(RequestResponseCycle):
             is_forwarded: a proxy says for whom it asks.
         """
         self.scope, self.transport, self.flow = scope, connection.transport, connection.flow
-        self.logger, self.access_logger = connection.logger, connection.access_logger
-        self.message_event = asyncio.Event()
         self.waiting_for_100_continue = connection.expect_100_continue
         self.keep_alive = keep_alive
         self.on_response = connection.on_response_complete
@@ -155,19 +166,29 @@ class DirectCall(RequestResponseCycle):
         self.found = found
         self._is_forwarded = is_forwarded
 
-    async def run_asgi(self, app: Any) -> None:
+    @property
+    def message_event(self) -> asyncio.Event:  # type: ignore[override]
+        """Set when more of the body has come; made when somebody waits for it, who reads first what
+        is there already."""
+        if self.awaited is None:
+            self.awaited = asyncio.Event()
+            self.awaited.set()
+        return self.awaited
+
+    def run_asgi(self, app: Any) -> Coroutine[Any, Any, None]:
         """Answer it. uvicorn's `app` rewrites what a proxy says of its client, and comes back to
         `answer_call`."""
-        try:
-            if self._is_forwarded:
-                self.scope["extensions"][CALL] = self
-                await app(self.scope, self.receive, self.send)
-            else:
-                await self.connection.app_of_calls.answer_call(self)
-        finally:
-            if not self.response_complete:
-                self.transport.close()
-            del self.connection  # which refers to this
+        if self._is_forwarded:
+            self.scope["extensions"][CALL] = self
+            forwarded: Coroutine[Any, Any, None] = app(self.scope, self.receive, self.send)
+            return forwarded
+        return self.connection.app_of_calls.answer_call(self)
+
+    def end(self) -> None:
+        """It is answered, or nobody is left to be."""
+        if not self.response_complete:
+            self.transport.close()
+        del self.connection  # which refers to this
 
     def answer(self, body: bytes, headers: Mapping[str, str], status: int = 200) -> None:
         """Write the whole answer."""
@@ -254,6 +275,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
         """Time at which the last answer was complete."""
+        self._asked_for = b"", b""
+        """Method and URL of the last request: agents ask at one address again and again."""
+        self._target: _Target | None = None
+        """The call that these are of; None: it is no call."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -352,24 +377,31 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_moved = self._is_in_head = True
         self.handed = None
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
     def on_headers_complete(self) -> None:
         headers = self.headers
         n = len(self.url) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
-        is_forwarded = not _FORWARDED.isdisjoint(map(_NAME, headers))
+        names = {*map(_NAME, headers)}
+        is_forwarded = not _FORWARDED.isdisjoint(names)
+        if b"expect" in names:
+            expected = [value.lower() for name, value in headers if name == b"expect"]
+            self.expect_100_continue = b"100-continue" in expected
         if n > self._limits.max_header_bytes:
             refused = self._too_large()
             self._refuse(refused)
             raise refused  # the parser is to read no further
-        should_upgrade = self.parser.should_upgrade()
-        if should_upgrade and self._is_upgrade:
+        if self.parser.should_upgrade() and self._is_upgrade:
             return
         self._has_moved, self._is_in_head = True, False
         if self._timer is not None:
             self._stop_timer()
-        method, url = self.parser.get_method(), httptools.parse_url(self.url)
-        path = routing_path(url.path)
-        found = self.app_of_calls.find_call(path) if method == b"POST" else None
-        if found is None:
+        asked_for = self.parser.get_method(), self.url
+        if asked_for != self._asked_for:
+            self._asked_for, self._target = asked_for, self._find(*asked_for)
+        target = self._target
+        if target is None:
             asked = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()  # makes the scope
             self.url, self.headers, self.expect_100_continue = asked
@@ -377,11 +409,19 @@ class HttpProtocol(HttpToolsProtocol):
             self.scope |= {"headers": self.headers, "extensions": extensions}
             super().on_headers_complete()
         else:
-            self._take_call(found, path, url, is_forwarded)
+            self._take_call(target, is_forwarded)
         self.headers = []  # those of the scope are complete: trailers are none of them
 
-    def _take_call(self, found: Any, path: str, url: Any, is_forwarded: bool) -> None:
+    def _find(self, method: bytes, url: bytes) -> _Target | None:
+        """The call that a request asks for; None: it is no call."""
+        parts = httptools.parse_url(url)
+        path = routing_path(parts.path)
+        found = self.app_of_calls.find_call(path) if method == b"POST" else None
+        return None if found is None else _Target(found, path, parts.path, parts.query or b"")
+
+    def _take_call(self, target: _Target, is_forwarded: bool) -> None:
         """Start a call, or queue it behind the request that is being answered."""
+        found, path, raw_path, query = target
         version = self.parser.get_http_version()
         scope = {
             "type": "http",
@@ -391,8 +431,8 @@ class HttpProtocol(HttpToolsProtocol):
             "server": self.server,
             "client": self.client,
             "path": path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
+            "raw_path": raw_path,
+            "query_string": query,
             "headers": self.headers,
             "extensions": {CONNECTION: self},
         }
@@ -407,20 +447,36 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._has_moved = True
-        super().on_body(body)
+        call = self.cycle
+        if type(call) is not DirectCall:
+            super().on_body(body)
+        elif not call.response_complete:
+            call.body += body
+            if len(call.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            if call.awaited is not None:
+                call.awaited.set()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade() and self._is_upgrade:
             return
         self._has_moved = True
-        super().on_message_complete()
-        if not self.pipeline:  # a long body paused it, and a client that leaves is to be noticed
+        call = self.cycle
+        if type(call) is not DirectCall:
+            super().on_message_complete()
+        elif not call.response_complete:
+            call.more_body = False
+            if call.awaited is not None:
+                call.awaited.set()
+        if self.flow.read_paused and not self.pipeline:
+            # A long body paused it, and a client that leaves is to be noticed.
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
-            self.flow.resume_reading()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
             if self.pipeline:
                 self._start_asgi_task(*self.pipeline.pop())
             else:

@@ -26,6 +26,7 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Awaitable
 from types import TracebackType
 from typing import Any
 
@@ -39,21 +40,21 @@ class CallLimits:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
+        self.max_turns = config.max_turns
         most = config.max_concurrent_calls
         self._places = None if most is None else asyncio.Semaphore(most)
         self._running = self._waiting = self._refused = 0
 
-    async def enter(self) -> None:
-        """
-        Raises:
+    def enter(self) -> Awaitable[None] | None:
+        """Begin a call. None: it runs; otherwise it runs when what is returned was awaited.
+
+        Raises (awaited):
             RateLimitedError: no place became free within `gateway.queue_timeout_s`.
         """
         if self._places is not None:
-            if self._places.locked():
-                await self._wait(self._places)
-            else:  # without a turn of the event loop
-                await self._places.acquire()
+            return self._take(self._places)
         self._running += 1
+        return None
 
     def leave(self) -> None:
         self._running -= 1
@@ -66,7 +67,7 @@ class CallLimits:
         Raises:
             TrajectoryLimitError: it is used up; trying again is of no use.
         """
-        most = self._config.max_turns
+        most = self.max_turns
         if most is not None and n_new and n + n_new > most:
             raise TrajectoryLimitError(
                 f"this trajectory has {n + n_new - 1} turns and may have {most} "
@@ -76,6 +77,13 @@ class CallLimits:
 
     def statistics(self) -> dict[str, int]:
         return {"running": self._running, "waiting": self._waiting, "refused": self._refused}
+
+    async def _take(self, places: asyncio.Semaphore) -> None:
+        if places.locked():
+            await self._wait(places)
+        else:  # without a turn of the event loop
+            await places.acquire()
+        self._running += 1
 
     async def _wait(self, places: asyncio.Semaphore) -> None:
         config = self._config
@@ -105,47 +113,37 @@ class Deadlines:
     to send what the call sends."""
 
     def __init__(self) -> None:
-        self._open: set[Deadline] = set()
+        self.open: set[Deadline] = set()
+        """Those whose blocks run; each enters and leaves by itself."""
+        self.next_look = math.inf
+        """Time of the event loop's clock at which expired ones are looked for."""
         self._timer: asyncio.TimerHandle | None = None
-        self._next = math.inf
-        """Time of the timer."""
-
-    def at(self, when: float) -> Deadline:
-        """`with deadlines.at(when): …` raises TimeoutError at that time of the event loop's clock,
-        as `asyncio.timeout_at` does."""
-        return Deadline(self, when)
-
-    def enter(self, deadline: Deadline) -> None:
-        self._open.add(deadline)
-        self.watch(deadline.when)
-
-    def leave(self, deadline: Deadline) -> None:
-        self._open.discard(deadline)
 
     def watch(self, when: float) -> None:
         """See to it that the clock is looked at by this time."""
-        if when < self._next:
+        if when < self.next_look:
             if self._timer is not None:
                 self._timer.cancel()
             loop = asyncio.get_running_loop()
-            self._next = max(when, loop.time() + LEAST_PAUSE_S)
-            self._timer = loop.call_at(self._next, self._look, loop)
+            self.next_look = max(when, loop.time() + LEAST_PAUSE_S)
+            self._timer = loop.call_at(self.next_look, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer, self._next = None, math.inf
+        self._timer, self.next_look = None, math.inf
         now, left = loop.time(), math.inf
-        for deadline in tuple(self._open):
+        for deadline in tuple(self.open):
             if deadline.when <= now:
-                self._open.discard(deadline)
+                self.open.discard(deadline)
                 deadline.expire()
             else:
                 left = min(left, deadline.when)
-        if self._open:
+        if self.open:
             self.watch(left)
 
 
 class Deadline:
-    """The end of what its block may take. Only `Deadlines` makes them."""
+    """`with Deadline(deadlines, when): …` raises TimeoutError at that time of the event loop's
+    clock, as `asyncio.timeout_at` does."""
 
     __slots__ = ("_cancelling", "_deadlines", "_task", "expired", "when")
 
@@ -160,7 +158,10 @@ class Deadline:
         if task is None:
             raise RuntimeError("a deadline is a task's")
         self._cancelling = task.cancelling()
-        self._deadlines.enter(self)
+        deadlines = self._deadlines
+        deadlines.open.add(self)
+        if self.when < deadlines.next_look:
+            deadlines.watch(self.when)
         return self
 
     def __exit__(
@@ -170,7 +171,7 @@ class Deadline:
         trace: TracebackType | None,
     ) -> None:
         task, self._task = self._task, None
-        self._deadlines.leave(self)
+        self._deadlines.open.discard(self)
         if self.expired and task is not None:
             # As `asyncio.timeout`: somebody else's cancellation of the task stays one.
             is_its = task.uncancel() <= self._cancelling

@@ -35,7 +35,7 @@ from stepwell.gateway.errors import (
     PermissionDeniedError,
     PoolSilentError,
 )
-from stepwell.gateway.limits import Deadlines
+from stepwell.gateway.limits import Deadline, Deadlines
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class PoolAccess:
         if timeout_s is None:
             timeout_s = self.timeout_s + self.room_s * room
         try:
-            with self._deadlines.at(asyncio.get_running_loop().time() + timeout_s):
+            with Deadline(self._deadlines, asyncio.get_running_loop().time() + timeout_s):
                 return await answer
         except NotOwnerError as e:
             raise PermissionDeniedError(str(e)) from e

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from cachetools import LRUCache
 
+from stepwell.backends.engines.api import Sampling
 from stepwell.backends.pictures import PictureProcessor
 from stepwell.datapool.pictures import Picture
 from stepwell.datapool.types import TokenIds
@@ -52,6 +53,9 @@ T = TypeVar("T")
 SHORT_TOKENS = 4096
 """Tokens of a conversation whose messages are kept, to be compared with the next request's. Of
 longer ones the body's bytes are known (`known_bodies.py`)."""
+WHOLE_TOKENS = 2048
+"""Tokens of a prompt that is made, and written as JSON, as one array. What a longer one begins with
+is known in both forms from the call before."""
 CACHED_TOKENS = 4_000_000
 """Tokens of whole prompts that are kept, so that the rollouts of one prompt tokenise it once."""
 
@@ -114,7 +118,8 @@ class ChatRequest(msgspec.Struct, eq=False):
     new_ids: TokenIds = msgspec.field(default=_NOT_YET)
     """The ids behind the parent's tokens; all of `ids` without a parent."""
     pieces: Sequence[TokenIds] = msgspec.field(default=_NOT_YET)
-    """Arrays that `ids` is made of: those of the turns before, and what is new."""
+    """Arrays that `ids` is made of: those of the turns before, and what is new. Empty if it is
+    short."""
     parent: Turn | None = msgspec.field(default=_NOT_YET)
     """The turn that the prompt extends."""
     n_known: int = msgspec.field(default=_NOT_YET)
@@ -126,6 +131,8 @@ class ChatRequest(msgspec.Struct, eq=False):
     """The beginning of the reply, which the prompt ends with."""
     n_forced: int = msgspec.field(default=_NOT_YET)
     """Its ids."""
+    sampling: Sampling = msgspec.field(default=_NOT_YET)
+    """Parameters as they are used; set by `Calls.start`."""
     pictures: tuple[Picture, ...] = ()
     """All pictures of the prompt, in order."""
     new_pictures: tuple[Picture, ...] = ()
@@ -146,7 +153,7 @@ class ChatRequest(msgspec.Struct, eq=False):
     def keys(self) -> Keys:
         """Keys of its messages, under the root of all else that shapes the prompt. Made when they
         are asked for; of a copy with other messages or tools anew."""
-        return self.keys_from(None)
+        return self._keys or self.keys_from(None)
 
     def keys_from(self, before: Keys | None) -> Keys:
         """`keys`, which go on from those `before` if its conversation does."""
@@ -165,7 +172,7 @@ class ChatRequest(msgspec.Struct, eq=False):
 
 
 _MADE = {"ids", "new_ids", "pieces", "parent", "n_known", "cause", "forced", "n_forced"}
-_MADE |= {"pictures", "new_pictures", "_keys"}
+_MADE |= {"sampling", "pictures", "new_pictures", "_keys"}
 _ASKED = tuple(f.name for f in msgspec.structs.fields(ChatRequest) if f.name not in _MADE)
 """Fields of a request that are not made of the others."""
 
@@ -266,7 +273,8 @@ class Prompts:
             extending: TokenIds | None = None
             if attached is not None:
                 try:
-                    extending = await self._suffix(attached, request, n_known, context)
+                    suffix = self._suffix(attached, request, keys, n_known, context)
+                    extending = suffix if isinstance(suffix, np.ndarray) else await suffix
                 except CutError as e:
                     parent, cause = None, e.cause
             new_ids = await self._whole(request, context) if extending is None else extending
@@ -279,27 +287,34 @@ class Prompts:
         request.new_ids = new_ids
         if self.vision is not None:
             _place_pictures(request, self.vision)
-        request.pieces = [new_ids] if parent is None else [*parent.arrays(), new_ids]
-        request.ids = join(request.pieces) if len(request.pieces) > 1 else new_ids
+        n_before = 0 if parent is None else parent.n_tokens
+        if n_before + len(new_ids) > WHOLE_TOKENS:
+            request.pieces = [new_ids] if parent is None else [*parent.arrays(), new_ids]
+            ids = new_ids if parent is None else join(request.pieces)
+        else:
+            request.pieces = ()
+            ids = new_ids if parent is None else graph.ids_behind(parent, new_ids)
+        request.ids = ids
         if request.is_kept:  # of calls of tools the garbage collector would walk through each part
-            is_short = len(request.ids) <= SHORT_TOKENS and not request.tools
+            is_short = len(ids) <= SHORT_TOKENS and not request.tools
             graph.keys = keys if is_short and type(request.messages) is list else None
 
-    async def _suffix(
-        self, turn: Turn, request: ChatRequest, n_known: int, context: int | None
-    ) -> TokenIds:
-        """Ids that extend `turn` by the messages behind the first `n_known`.
+    def _suffix(
+        self, turn: Turn, request: ChatRequest, keys: Keys, n_known: int, context: int | None
+    ) -> TokenIds | Awaitable[TokenIds]:
+        """Ids that extend `turn` by the messages behind the first `n_known`; long ones are waited
+        for.
 
         Raises:
             CutError: the template gives no safe place to cut.
         """
-        system = system_of(request.messages)
-        new = request.messages[n_known:]
-        shape = request.tools, request.template_args or {}
-        given = turn, system, new, *shape, context, request.keys.after(len(system))
-        if (n_chars := _length(new, *shape)) <= self._offload_chars:
-            return self.renderer.suffix(*given)
-        return await self._offload(n_chars, partial(self.renderer.suffix, *given))
+        messages, tools, args = request.messages, request.tools, request.template_args or {}
+        system, new = system_of(messages), messages[n_known:]
+        key = keys.after(len(system))
+        if (n_chars := _length(new, tools, args)) <= self._offload_chars:
+            return self.renderer.suffix(turn, system, new, tools, args, context, key)
+        given = turn, system, new, tools, args, context, key
+        return self._offload(n_chars, partial(self.renderer.suffix, *given))
 
     def forced_text(self, request: ChatRequest, prompt_ids: TokenIds) -> str:
         """The beginning of the reply that the request prescribes, behind this prompt."""
@@ -421,10 +436,14 @@ def _length(
     template_args: Mapping[str, Any],
 ) -> int:
     """About how many characters a template has to make of them."""
-    if not (tools or template_args) and all(
-        len(m) == 2 and type(m["content"]) is str for m in messages
-    ):
-        return sum([len(m["content"]) for m in messages])
+    if not (tools or template_args):
+        n_chars = 0
+        for message in messages:
+            if len(message) != 2 or type(message["content"]) is not str:
+                break
+            n_chars += len(message["content"])
+        else:
+            return n_chars
     if isinstance(tools, Tools):
         n_tools = 0 if tools.is_written else tools.n_chars
         return len(dumps([messages, template_args])) + n_tools

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -69,6 +70,7 @@ from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
     JSON_HEADERS,
     OrjsonResponse,
+    RequestHeaders,
     body_digest,
     connection_of,
     parse_object,
@@ -173,25 +175,20 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     retry = retry_key(headers, parsed.digest, dialect.name)
     if is_big:
         await asyncio.sleep(0)  # others go on between what is done for it
-    prompts = services.calls.prompts
-    calls = [prompts.normalised(call) for call in (parsed.call, *parsed.more)]
-    for call in calls:
+    prompts, identities = services.calls.prompts, services.identities
+    asker = Origin(headers, url, request.scope["client"], principal, retry, parsed.trajectory_uid)
+    calls: list[ChatRequest] = []
+    for call in (parsed.call, *parsed.more):
+        call = prompts.normalised(call)
         call.began_at = began_at
         if is_big:
             prompts.refuse_too_long(call, await services.engine.context_length())
             call.is_big = True
             await asyncio.sleep(0)
-    asker = Origin(headers, url, request.scope["client"], principal)
-
-    def identify(i: int) -> LiveTrajectory:
-        key, uid = retry.of_prompt(i), parsed.trajectory_uid
-        return services.identities.identify(asker, calls[i], key, uid)
-
-    def begin_again(i: int) -> LiveTrajectory:
-        services.identities.detach(trajectories[i])
-        return identify(i)
-
-    trajectories = [identify(i) for i in range(len(calls))]
+        calls.append(call)
+    trajectories: list[LiveTrajectory] = []
+    for i, call in enumerate(calls):
+        trajectories.append(identities.identify(asker, call, i))
     if parsed.remember is not None:
         if trajectories[0].unrecorded != "asked":
             parsed.remember(calls[0])
@@ -203,7 +200,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
         dialect.name,
         n=parsed.n,
         caller=principal,
-        begin_again=begin_again,
+        begin_again=partial(identities.begin_again, asker),
     )
     exchange = _exchange(services, parsed, trajectories, begun)
     connection.listeners.add(exchange)  # a client that goes away reads no more
@@ -211,11 +208,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
         exchange.close()
     try:
         if parsed.call.stream:
-
-            def begin() -> StreamWriter:
-                request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
-                return dialect.writer(exchange)
-
+            begin = partial(_begin_stream, services, dialect, request, exchange)
             request.end_stream(await exchange.write(begin, connection))
         else:
             replies = await exchange.results()
@@ -234,6 +227,13 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     connection.handed = exchange
     if connection.is_lost:
         exchange.lose()
+
+
+def _begin_stream(
+    services: Services, dialect: Dialect, request: DirectCall, exchange: Exchange
+) -> StreamWriter:
+    request.begin_stream({**dialect.stream_headers, **origin(services, exchange)})
+    return dialect.writer(exchange)
 
 
 async def _without_pictures(
@@ -505,7 +505,8 @@ async def generate(request: Request) -> Response:
     parsed = await _parsed(request, raw, lambda sent, known: _white_box(Generate.read(sent), known))
     caller = caller_of(request)
     trajectory = services.trajectories.get(uid, prompt_uid, caller)
-    retry = retry_key(request.headers, body_digest(raw), "generate")
+    headers = RequestHeaders(request.scope["headers"])
+    retry = retry_key(headers, body_digest(raw), "generate")
     call = services.calls.prompts.normalised(parsed.call)
     begun = await services.calls.start([call], [trajectory], retry, "generate", caller=caller)
     exchange = _exchange(services, parsed, [trajectory], begun)
@@ -518,7 +519,7 @@ async def generate(request: Request) -> Response:
     finally:
         connection.listeners.discard(exchange)
         exchange.close()
-    generation, sampling = reply.generation, reply.sampling
+    generation, sampling = reply.generation, reply.request.sampling
     answer = OrjsonResponse(
         {
             "trajectory_uid": uid,

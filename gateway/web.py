@@ -100,16 +100,17 @@ def body_digest(body: bytes) -> str:
     return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
-def retry_key(headers: Headers, digest: str, scope: str) -> RetryKey:
+def retry_key(headers: RequestHeaders, digest: str, scope: str) -> RetryKey:
     """Key by which a repetition is known: OpenAI's SDKs count retries, others send a key.
 
     Args:
         digest: `body_digest` of the request.
     """
-    if (key := headers.get("idempotency-key")) is not None:
-        return RetryKey(f"{scope}/key/{key}", digest, is_retry=True, is_named=True)
-    count = headers.get("x-stainless-retry-count", "0")
-    is_retry = count.isdecimal() and count.strip("0") != ""
+    if (key := headers.first.get(b"idempotency-key")) is not None:
+        named = f"{scope}/key/{key.decode('latin-1')}"
+        return RetryKey(named, digest, is_retry=True, is_named=True)
+    count = headers.first.get(b"x-stainless-retry-count", b"0")
+    is_retry = count.isdigit() and count.strip(b"0") != b""
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
 
 

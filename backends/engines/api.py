@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias
 
+import msgspec
 import orjson
 from pydantic import BaseModel, ValidationError
 
@@ -52,8 +52,7 @@ TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their log-probs, best first."""
 
 
-@dataclass(slots=True)
-class Sampling:
+class Sampling(msgspec.Struct):
     """Sampling parameters as really used; `top_k` -1 is no limit."""
 
     max_new_tokens: int

@@ -167,6 +167,20 @@ class Exchange:
     """A request and its calls: one per sample, the samples of the first prompt before those of the
     next one. Dialects answer from it. It reads the calls until it is closed."""
 
+    _closed = False
+    _begin: Callable[[], StreamWriter] | None = None
+    _writer: StreamWriter | None = None
+    """None: the stream has not begun."""
+    _connection: Connection | None = None
+    _failure: GatewayError | None = None
+    """Told when what preceded it has been written."""
+    _ended: asyncio.Future[None] | None = None
+    """Set when the calls have ended, or one has failed: `write` writes the rest."""
+    _draining: asyncio.Task[None] | None = None
+    """Waits for a client that reads too slowly."""
+    _timer: asyncio.TimerHandle | None = None
+    _silent_since = 0.0
+
     def __init__(
         self,
         service: Calls,
@@ -186,22 +200,10 @@ class Exchange:
         self.tokenizer = tokenizer
         self._service = service
         self._keepalive_s = keepalive_s
-        self._closed = False
-        self._left = len(calls)
-        """Samples whose reply is not written yet."""
-        self._read = [_Read() for _ in calls] if parsed.call.stream else []
-        self._begin: Callable[[], StreamWriter] | None = None
-        self._writer: StreamWriter | None = None
-        """None: the stream has not begun."""
-        self._connection: Connection | None = None
-        self._failure: GatewayError | None = None
-        """Told when what preceded it has been written."""
-        self._ended: asyncio.Future[None] | None = None
-        """Set when the calls have ended, or one has failed: `write` writes the rest."""
-        self._draining: asyncio.Task[None] | None = None
-        """Waits for a client that reads too slowly."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._silent_since = 0.0
+        if parsed.call.stream:
+            self._left = len(calls)
+            """Samples whose reply is not written yet."""
+            self._read = [_Read() for _ in calls]
         for live in calls:
             live.readers.add(self)
 
@@ -249,7 +251,11 @@ class Exchange:
             GatewayError: a call failed.
         """
         if len(self.calls) == 1:
-            await self._service.result(self.trajectories[0], self.calls[0])
+            trajectory, live = self.trajectories[0], self.calls[0]
+            if live.is_due:
+                await self._service.run(trajectory, live)
+            if live.state != "done":  # it failed, or goes on elsewhere
+                await self._service.result(trajectory, live)
             return self.calls
         waiting = [self._service.result(*each) for each in self._each()]
         for ended in await asyncio.gather(*waiting, return_exceptions=True):
@@ -412,8 +418,8 @@ class Exchange:
             self._timer.cancel()
         if self._draining is not None:
             self._draining.cancel()
-        for trajectory, live in self._each():
-            self._service.leave(trajectory, live, self)
+        for i, live in enumerate(self.calls):
+            self._service.leave(self.trajectories[i // self.parsed.n], live, self)
 
     def _look_at_the_clock(self, loop: asyncio.AbstractEventLoop) -> None:
         """Tell a client that has seen nothing for long that its answer comes."""

@@ -313,19 +313,18 @@ class OpenAIChat(Dialect):
     def answer(self, exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
         """A `ChatCompletion`."""
         wanted, prefill = exchange.parsed.options.logprobs, exchange.parsed.call.prefill
-        return {
-            **head(exchange, "chatcmpl", "chat.completion"),
-            "choices": [
-                {
-                    "index": i,
-                    "message": _said(reply, prefill),
-                    "logprobs": logprobs(call.tokens, exchange.tokenizer) if wanted else None,
-                    "finish_reason": reply.finish_reason,
-                }
-                for i, (reply, call) in enumerate(zip(replies, exchange.calls, strict=True))
-            ],
-            "usage": usage(replies, exchange.parsed.n),
-        }
+        choices: list[dict[str, Any]] = []
+        for i, reply in enumerate(replies):
+            choice = {
+                "index": i,
+                "message": _said(reply, prefill),
+                "logprobs": logprobs(reply.tokens, exchange.tokenizer) if wanted else None,
+                "finish_reason": reply.finish_reason,
+            }
+            choices.append(choice)
+        answer = head(exchange, "chatcmpl", "chat.completion")
+        answer["choices"], answer["usage"] = choices, usage(replies, exchange.parsed.n)
+        return answer
 
     def writer(self, exchange: Exchange) -> StreamWriter:
         """`ChatCompletionChunk`s and `[DONE]`."""

@@ -144,8 +144,8 @@ class Answer:
             **self._options.echo,
         }
         if reply is not None:
-            response["temperature"] = reply.sampling.temperature
-            response["top_p"] = reply.sampling.top_p
+            response["temperature"] = reply.request.sampling.temperature
+            response["top_p"] = reply.request.sampling.top_p
             response["usage"] = usage_of(reply, exchange.tokenizer)
         return response
 

@@ -129,20 +129,21 @@ class Part(msgspec.Struct, eq=False):
         Raises:
             EngineError: without a token, or in another way than `stop` and `length`.
         """
-        if not self.ids:
+        ids = self.ids
+        if not ids:
             raise EngineError("the engine returned no token")
         if finish not in ("stop", "length"):
             log.warning("an engine finished with %.200r", finish)
             raise EngineError("the engine's answer ended with neither stop nor length")
         return Generation(
             # Through bytes: NumPy takes twice as long to read a list, and to write it again.
-            response_ids=np.frombuffer(pack(f"{len(self.ids)}i", *self.ids), np.int32),
-            log_probs=np.frombuffer(pack(f"{len(self.ids)}f", *self.log_probs), np.float32),
-            spans=tuple(self.spans),
-            finish_reason="stop" if finish == "stop" else "length",
-            matched=self.matched,
-            cached_tokens=self.cached_tokens,
-            top_log_probs=tuple(self.tops),
+            np.frombuffer(pack(f"{len(ids)}i", *ids), np.int32),
+            np.frombuffer(pack(f"{len(ids)}f", *self.log_probs), np.float32),
+            tuple(self.spans),
+            "stop" if finish == "stop" else "length",
+            self.matched,
+            self.cached_tokens,
+            tuple(self.tops),
         )
 
     def take(self, output: Output) -> None:
@@ -160,13 +161,16 @@ class Part(msgspec.Struct, eq=False):
         for top in output.top_log_probs:
             self._check([i for i, _ in top], [p for _, p in top])
             self.tops.append(top)
-        self.canary = output.is_canary
-        if not self.changes or not output.version == self.reported == self.changes[-1][0]:
-            self._note_version(output.version, before)
+        self.canary, version = output.is_canary, output.version
+        if not self.changes or not version == self.reported == self.changes[-1][0]:
+            self._note_version(version, before)
         if output.finish is not None:
             self.finish, self.matched = output.finish, output.matched
             self.cached_tokens = output.cached_tokens
-            self.spans = self._whole_spans(output) if n else []
+            if output.spans is None and n and len(self.changes) == 1:
+                self.spans = [VersionSpan(self.changes[0][0], 0, n)]
+            else:
+                self.spans = self._whole_spans(output) if n else []
 
     def _check(self, ids: list[int], log_probs: list[float]) -> None:
         if not ids:
@@ -184,11 +188,9 @@ class Part(msgspec.Struct, eq=False):
                 "a picture; does it mask logit_bias?",
                 f"It is one of {sorted(self.masked)}.",
             )
-        # A NaN compares with nothing, and min and max may pass over it: their sum does not.
-        if not (
-            LEAST_LOG_PROB < min(log_probs) <= max(log_probs) <= MOST_LOG_PROB
-            and sum(log_probs) <= 1
-        ):
+        # A NaN compares with nothing, and max may pass over it: the sum does not, and is as low as
+        # the lowest.
+        if not (max(log_probs) <= MOST_LOG_PROB and LEAST_LOG_PROB < sum(log_probs) <= 1):
             raise EngineError(
                 "the engine returned a log-prob that is no number <= 0", f"{log_probs!r:.200}"
             )

@@ -30,6 +30,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ from stepwell.gateway.errors import (
     EngineUnavailableError,
     RequestError,
 )
-from stepwell.gateway.limits import Deadlines, Pace
+from stepwell.gateway.limits import Deadline, Deadlines, Pace
 
 log = logging.getLogger(__name__)
 
@@ -317,20 +318,14 @@ class Sampler:
             masked_ids=self._masked_ids,
         )
         del ids  # the answer may take minutes
-
-        def show(output: Output) -> None:
-            part.take(output)
-            if on_tokens is not None and output.ids:
-                on_tokens(output.ids, output.log_probs, output.top_log_probs, part.reported)
-
         part.version = engine.version
         # The fleet ends it before, when the engine is gone without a word.
-        scope = self._deadlines.at(deadline)
+        scope = Deadline(self._deadlines, deadline)
         try:
             with scope:
                 engine.in_flight.add(scope)
                 await self._clients[engine].sample(
-                    request, part.take if on_tokens is None else show
+                    request, part.take if on_tokens is None else partial(_show, part, on_tokens)
                 )
         except asyncio.CancelledError:
             self._abort(engine.url, rid)
@@ -377,6 +372,13 @@ class Sampler:
         except AskingError:
             # The connection was closed with the cancellation: engines abort on that as well.
             return
+
+
+def _show(part: Part, on_tokens: OnTokens, output: Output) -> None:
+    """Add an output of a stream to `part`, and hand it on."""
+    part.take(output)
+    if output.ids:
+        on_tokens(output.ids, output.log_probs, output.top_log_probs, part.reported)
 
 
 def _joined(whole: Part | None, part: Part) -> Part:

@@ -117,6 +117,14 @@ class ReplyText:
     """One reply: text, thought and tool calls, and how they are read while its ids arrive. All of
     it is what the deltas so far add up to."""
 
+    content = reasoning = ""
+    has_reasoning = False
+    stop_sequence: str | None = None
+    """The stop string that ended the text."""
+    _stream: TokenStream | None = None
+    _decoded = ""
+    _n_fed = _n_told = 0
+
     def __init__(
         self,
         tokenizer: ChatTokenizer,
@@ -130,24 +138,17 @@ class ReplyText:
         Args:
             parser: None: the text holds no markup.
         """
-        self.content = self.reasoning = ""
         self.tool_calls: list[ToolCall] = []
-        self.has_reasoning = False
-        self.stop_sequence: str | None = None
-        """The stop string that ended the text."""
         self.told: list[int] = []
         """Number of ids told up to and with each delta, if they are counted: a delta tells an id
         whose text is whole and not held back. Ids are read one by one then."""
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._parser = parser
-        self._stops = tuple(stop)
+        self._stops = stop
         self._stop = StopCutter(stop) if stop else None
-        self._stream: TokenStream | None = None
         self._ids: list[int] = []
-        self._decoded = ""
         self._counts = counts
-        self._n_fed = self._n_told = 0
         self._ends: deque[int] = deque()
         """Ends in the text of the ids that are not told yet; ids of half a character have none."""
 
@@ -183,6 +184,10 @@ class ReplyText:
             self._ids += ids
         else:
             self._ids += [i for i in ids if i not in self._hidden]
+        if self._stream is None and self._stop is None and self._parser is None:
+            text = self._tokenizer.decode(self._ids)
+            self.has_reasoning, self.content = THINK_CLOSE in text, self.content + text
+            return [ContentDelta(text)] if text else []
         if self._stream is None or self._stream.is_within_character:
             # The stream keeps back bytes that are no character yet; now they show as U+FFFD.
             whole = self._tokenizer.decode(self._ids)

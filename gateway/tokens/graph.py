@@ -116,6 +116,15 @@ class TurnGraph:
         """Lengths of the conversations that are no messages."""
         self.keys: Keys | None = None
         """Keys of the last short conversation; the next one mostly goes on from it."""
+        self.last: tuple[Turn, TokenIds] | None = None
+        """The last turn and the whole of its prompt, if that is short: the next prompt is made of
+        these, and not of all turns' arrays."""
+
+    def ids_behind(self, turn: Turn, new_ids: TokenIds) -> TokenIds:
+        """Tokens of `turn` and the ids that follow them, as one array."""
+        if self.last is not None and self.last[0] is turn:
+            return join((self.last[1], turn.response_ids, new_ids))
+        return join([*turn.arrays(), new_ids])
 
     def attach(self, root: Key, said: Said) -> tuple[Turn | None, int, BranchCause | None]:
         """Find the deepest turn that a request extends.

@@ -306,41 +306,54 @@ def continued(messages: Sequence[Message], n_left_out: int, reply: Message) -> S
 
 def system_of(messages: Sequence[Message]) -> Sequence[Message]:
     """The system message that a conversation begins with, if it does."""
-    first = messages.begin if isinstance(messages, KnownMessages) else messages
-    return [m for m in first[:1] if m["role"] == "system"]
+    first = messages.begin if type(messages) is KnownMessages else messages
+    return first[:1] if first and first[0]["role"] == "system" else ()
 
 
 class Keys:
     """Keys of the beginnings of a conversation under one root."""
 
+    _n_before = 0
+    """Messages of the known prefix."""
+    _reply: Message | None = None
+    replied: Key = b""
+    """Key of the conversation with its reply, once there is one."""
+
     def __init__(self, root: Key, messages: Sequence[Message], before: Keys | None = None) -> None:
         """`before`: those of a conversation that this one may go on from, which are not made again
         then."""
         self.root, self.messages = root, messages
-        self._n_before = 0
-        """Messages of the known prefix."""
         rest = messages
         keys = [root]
-        if isinstance(messages, KnownMessages):
+        if type(messages) is KnownMessages:  # of a class with ABCMeta isinstance runs Python
             prefix = messages.prefix
             if Keys(root, messages.begin).prompt == prefix.begin:
                 self._n_before, rest, keys = prefix.n_messages, messages.new, [prefix.key]
         self._rest = [*rest]
-        n = 0
         if (
             before is not None
             and before.root == root
             and not (self._n_before or before._n_before)
             and self._rest[: len(before._rest)] == before._rest
         ):
-            keys, n = [*before._keys], len(before._rest)
+            keys = [*before._keys]
+            n = len(before._rest)
+            if (
+                n < len(self._rest) and self._rest[n] == before._reply
+            ):  # most clients send it back as it was
+                keys.append(before.replied)
         key = keys[-1]
-        for message in self._rest[n:] if n else self._rest:
+        for message in self._rest[len(keys) - 1 :]:
             key = extend_key(key, message)
             keys.append(key)
         self._keys: list[Key] = keys
         self.prompt: Key = key
         """Key of the whole conversation."""
+
+    def reply(self, message: Message) -> Key:
+        """Key of the conversation with its reply, which the next one mostly goes on with."""
+        self._reply, self.replied = message, extend_key(self.prompt, message)
+        return self.replied
 
     def after(self, n: int) -> Key | None:
         """Key of the first `n` messages; None: of a known prefix's parts it is not known."""
@@ -487,12 +500,13 @@ class TurnMessages:
         if not self._limit:
             return None
         said = [*new, reply]
-        most = self._limit // (8 * len(said))  # a character is six bytes at most, as \u0000
-        if self._redact is None and all(
-            len(m) == 2 and type(m["content"]) is str and len(m["content"]) < most - 64
-            for m in said
-        ):
-            return said
+        most = self._limit // (8 * len(said)) - 64  # a character is six bytes at most, as \u0000
+        if self._redact is None:
+            for m in said:
+                if len(m) != 2 or type(m["content"]) is not str or len(m["content"]) >= most:
+                    break
+            else:
+                return said
         try:
             text = orjson.dumps(said)
             if self._redact is not None:

@@ -41,6 +41,7 @@ from stepwell.gateway.tokens.messages import (
     parse_arguments,
     pictures_in,
     root_key,
+    system_of,
 )
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
@@ -49,6 +50,7 @@ _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
 _REASONING_FIELD = re.compile(r"\b(reasoning_content|reasoning|thinking)\b")
 _USER: Message = {"role": "user", "content": "."}
 MAX_AROUND = 1024
+_UNSEEN = ("unseen",)
 _PROBES = (" a ", "\n\nb: 1\n- c\t\n", "{'d': [2, \"é\"]} <e>f</e> # 😀", "g " * 2000)
 """Messages that templates change, if they change any in which they look for nothing."""
 
@@ -195,12 +197,13 @@ class ChatRenderer:
             RequestError: the chat template refuses the conversation.
             ContextLengthError: the new ones certainly have more tokens than `context`.
         """
-        calls = [ToolCall(*call).entry() for call in turn.calls]
+        calls = [ToolCall(*call).entry() for call in turn.calls] if turn.calls else []
         close = self._tool_close if calls else self._close
         if close is None:
             raise CutError("no_turn_close")
-        before = [*(m for m in known[:1] if m["role"] == "system"), _USER]
-        text = None if calls else self._plain(before, new, tools, template_args, key)
+        system = system_of(known)
+        text = None if calls else self._plain(system, new, tools, template_args, key)
+        before = [*system, _USER]
         if text is None:
             text = self._behind_nonce([*before, self._stub(calls), *new], tools, template_args)
         if not text.startswith(close.middle + close.text):
@@ -263,7 +266,7 @@ class ChatRenderer:
 
     def _plain(
         self,
-        before: Sequence[Message],
+        system: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
@@ -272,7 +275,7 @@ class ChatRenderer:
         """`_behind_nonce` of a turn without calls that one user's message follows, in which the
         template looks for nothing: what stands around it is known from other messages. None: it is
         to be rendered."""
-        if len(new) != 1 or new[0].keys() != _USER.keys() or new[0]["role"] != "user":
+        if len(new) != 1 or len(new[0]) != len(_USER) or new[0]["role"] != "user":
             return None
         content: str = new[0]["content"]
         if type(content) is not str or not content or content.isspace():
@@ -281,16 +284,17 @@ class ChatRenderer:
             return None
         if key is None:
             key = root_key(tools, template_args)
-            for message in before[:-1]:
+            for message in system:
                 key = extend_key(key, message)
-        if key not in self._around:  # to find it costs some renderings: the first one tells nothing
+        around = self._around.get(key, _UNSEEN)
+        if around is _UNSEEN:  # to find it costs some renderings: the first one tells nothing
             if len(self._around) >= MAX_AROUND:
                 self._around.clear()
             self._around[key] = None
             return None
-        around = self._around[key]
         if around is None:
-            around = self._around[key] = self._find_around(before, tools, template_args)
+            around = self._find_around([*system, _USER], tools, template_args)
+            self._around[key] = around
         return content.join(around) if around else None
 
     def _find_around(

@@ -23,14 +23,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-from msgspec import structs
 
-from stepwell.backends.engines.api import Sampling, TopLogProbs
+from stepwell.backends.engines.api import TopLogProbs
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.types import UNSEEN, LogProbs, Step, TokenIds, unseen_key
 from stepwell.gateway.engine import Generation
@@ -39,6 +37,7 @@ from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.reply.reader import ReplyText
 from stepwell.gateway.tokens.graph import ToolCalls, Turn, TurnGraph, TurnKeys, join
+from stepwell.gateway.tokens.messages import Message
 
 NOTE: Final = "turn"
 """Key of a Step's metadata."""
@@ -50,7 +49,7 @@ than this and sends its request again has given the first one up."""
 State: TypeAlias = Literal["generating", "committing", "done", "unstored", "failed"]
 
 
-class RetryKey(msgspec.Struct, frozen=True, dict=True):
+class RetryKey(msgspec.Struct, eq=False):
     """Key of the earlier call that a request may repeat."""
 
     key: str
@@ -60,11 +59,15 @@ class RetryKey(msgspec.Struct, frozen=True, dict=True):
     """The request is marked as a retry."""
     is_named: bool = False
     """The client gave the request a name (`Idempotency-Key`), so the key does not hold `body`."""
+    _digest: bytes = b""
 
-    @cached_property
+    @property
     def digest(self) -> bytes:
         """Digest of the key; 8 bytes, to be told from the few others of one trajectory."""
-        return hashlib.blake2b(self.key.encode(errors="surrogatepass"), digest_size=8).digest()
+        if not self._digest:
+            key = self.key.encode(errors="surrogatepass")
+            self._digest = hashlib.blake2b(key, digest_size=8).digest()
+        return self._digest
 
     @property
     def body_digest(self) -> bytes | None:
@@ -82,13 +85,16 @@ class RetryKey(msgspec.Struct, frozen=True, dict=True):
 
     def of_prompt(self, i: int) -> RetryKey:
         """The key of the request's prompt `i`; the first one's is the request's own."""
-        return structs.replace(self, key=f"{self.key}#{i}") if i else self
+        return self._with_key(f"{self.key}#{i}") if i else self
 
     def samples(self, n: int) -> list[RetryKey]:
         """The keys of `n` samples of one prompt."""
         if n == 1:
             return [self]
-        return [structs.replace(self, key=f"{self.key}/{i}") for i in range(n)]
+        return [self._with_key(f"{self.key}/{i}") for i in range(n)]
+
+    def _with_key(self, key: str) -> RetryKey:
+        return RetryKey(key, self.body, self.is_retry, self.is_named)
 
 
 class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
@@ -189,41 +195,46 @@ class LiveCall:
     """The sampled tokens; there once `is_generated`."""
     keys: TurnKeys
     """Place of its turn in the graph; there once `is_generated`."""
+    message: Message
+    """The reply as a message of the conversation; there once `is_generated`."""
+    state: State = "generating"
+    task: asyncio.Task[Any] | None = None
+    """The task that generates and commits it, or is about to; None while nothing does."""
+    is_running = is_generated = False
+    why_cancelled: GatewayError | DataPoolError | None = None
+    has_reasoning = False
+    """Same as `Turn.has_reasoning`."""
+    error: GatewayError | None = None
+    engine_s = 0.0
+    timing: dict[str, float] | None = None
+    streamed_version: int | None = None
+    elsewhere: Call | None = None
+    """Another try of the request, which another gateway stored meanwhile."""
+    duplicate_of: int | None = None
+    """Step of that try, if this one's client was told otherwise already."""
+    is_given_up = False
+    """Its client waits no more, whoever takes the reply."""
 
-    def __init__(
-        self, call: Call, request: ChatRequest, sampling: Sampling, dialect: str, text: ReplyText
-    ) -> None:
+    def __init__(self, call: Call, request: ChatRequest, dialect: str, text: ReplyText) -> None:
         self.call = call
         self.request = request
         self.prompt_ids: TokenIds = request.ids
-        self.sampling = sampling
         self.dialect = dialect
         self.text = text
         """The reply as it is read so far."""
-        self.state: State = "generating"
-        self.task: asyncio.Task[Any] | None = None
-        """The task that generates and commits it, or is about to; None while nothing does."""
-        self.is_running = self.is_generated = False
-        self.why_cancelled: GatewayError | DataPoolError | None = None
         self.deltas: list[Delta] = []
         self.tokens: list[SampledToken] = []
         """Sampled tokens so far, if the request asks for log-probs."""
-        self.has_reasoning = False
-        """Same as `Turn.has_reasoning`."""
-        self.error: GatewayError | None = None
-        self.engine_s = 0.0
-        self.timing: dict[str, float] | None = None
-        self.streamed_version: int | None = None
-        self.elsewhere: Call | None = None
-        """Another try of the request, which another gateway stored meanwhile."""
-        self.duplicate_of: int | None = None
-        """Step of that try, if this one's client was told otherwise already."""
-        self.is_given_up = False
-        """Its client waits no more, whoever takes the reply."""
         self.readers: set[object] = set()
         """Clients that are still there."""
         self.watchers: list[Callable[[], None]] = []
         """Called when there is a delta more, or the end."""
+
+    @property
+    def tool_calls(self) -> ToolCalls:
+        """Tool calls of the reply, as its turn and its Step's note have them."""
+        calls = self.text.tool_calls
+        return tuple([(c.id, c.name, c.arguments) for c in calls]) if calls else ()
 
     @property
     def n_prompt(self) -> int:
@@ -303,16 +314,14 @@ class CallMemory:
         Args:
             replaces_failed: it is the retry of one that failed.
         """
-        calls = self._calls.pop(call.retry, ())
-        failed = (i for i, each in enumerate(calls) if each.failed)
-        if replaces_failed and (i := next(failed, None)) is not None:
-            calls = calls[:i] + calls[i + 1 :]
-        if calls:
+        if calls := self._calls.pop(call.retry, ()):
+            failed = [i for i, each in enumerate(calls) if each.failed]
+            if replaces_failed and failed:
+                calls = calls[: failed[0]] + calls[failed[0] + 1 :]
             _give_up(calls, call)
-        calls = (*calls, call)
-        if len(calls) > REMEMBERED:
-            _drop(calls[:-REMEMBERED])
-        self._calls[call.retry] = calls[-REMEMBERED:]
+            _drop(calls[: 1 - REMEMBERED])
+            calls = calls[1 - REMEMBERED :]
+        self._calls[call.retry] = (*calls, call)
         while len(self._calls) > REMEMBERED:
             _drop(self._calls.pop(next(iter(self._calls))))
 

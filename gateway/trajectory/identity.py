@@ -30,9 +30,10 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from urllib.parse import unquote
 
+import msgspec
 from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError, TrajectoryClosedError
@@ -44,6 +45,7 @@ from stepwell.gateway.trajectory.conversations import Caller, Peer
 from stepwell.gateway.trajectory.groups import Groups
 from stepwell.gateway.trajectory.store import TrajectoryStore
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
+from stepwell.gateway.web import RequestHeaders
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ TRAJECTORY_HEADER = "x-trajectory-uid"
 PROMPT_HEADER = "x-prompt-uid"
 RECORD_HEADER = "x-stepwell-record"
 """`false`: nothing of the call is stored or kept once it is answered."""
+_RECORD = RECORD_HEADER.encode()
 SESSION_HEADERS = (
     "x-parent-session-id",
     "x-session-id",
@@ -66,13 +69,16 @@ ReadKey: TypeAlias = Callable[[str], Named | None]
 """The trajectory of a trajectory's API key; None for any other text."""
 
 
-class Origin(NamedTuple):
-    """The parts of a request, beside its body, that tell whose it is."""
+class Origin(msgspec.Struct, frozen=True, eq=False):
+    """The parts of a request, beside its prompts, that tell whose it is."""
 
-    headers: Headers
+    headers: RequestHeaders
     url: Named | None
     peer: Peer
     caller: Principal
+    retry: RetryKey
+    continued: str | None = None
+    """The trajectory that its body continues."""
 
 
 class Identities:
@@ -101,17 +107,8 @@ class Identities:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
 
-    def identify(
-        self,
-        origin: Origin,
-        call: ChatRequest,
-        retry: RetryKey,
-        continued: str | None = None,
-    ) -> LiveTrajectory:
-        """The trajectory of a call.
-
-        Args:
-            continued: the trajectory that the body continues.
+    def identify(self, origin: Origin, call: ChatRequest, i: int = 0) -> LiveTrajectory:
+        """The trajectory of a request's prompt `i`.
 
         Raises:
             TrajectoryClosedError, TrajectoryConflictError
@@ -119,11 +116,11 @@ class Identities:
             RequestError: a header is malformed.
         """
         headers = origin.headers
-        if RECORD_HEADER in headers and _is_not_recorded(headers):
+        if _RECORD in headers.first and _is_not_recorded(headers):
             return self._trajectories.unrecorded("asked", origin.caller)
         if (named := origin.url or self._named(headers)) is not None:
             return self._trajectories.get(*named, origin.caller)
-        caller = _caller(headers)
+        caller, continued, retry = _caller(headers), origin.continued, origin.retry.of_prompt(i)
         trajectory = self._trajectories.known(continued) if continued is not None else None
         if trajectory is not None:
             trajectory.check_owner(origin.caller)
@@ -152,10 +149,14 @@ class Identities:
             trajectory.begun_by(first, origin.peer)
         return trajectory
 
-    def detach(self, trajectory: LiveTrajectory) -> None:
-        """The pool takes no more of it, nor of its group: what comes belongs to another one."""
+    def begin_again(
+        self, origin: Origin, trajectory: LiveTrajectory, call: ChatRequest, i: int
+    ) -> LiveTrajectory:
+        """Another trajectory for prompt `i`, as `identify`: the pool takes no more of this one,
+        nor of its group."""
         self._groups.end(trajectory.group)
         trajectory.detach()
+        return self.identify(origin, call, i)
 
     def known(
         self, headers: Headers, call: ChatRequest, principal: Principal

@@ -32,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from stepwell.datapool.codec import Base
@@ -52,6 +52,7 @@ from stepwell.datapool.types import GREEDY, OWNER, Step, unseen_key
 from stepwell.gateway.access import OPERATOR, Principal
 from stepwell.gateway.errors import UNAVAILABLE, PoolSilentError, RequestError
 from stepwell.gateway.pool_access import POOL_FAILURE, PoolAccess, Unrecorded
+from stepwell.gateway.prompt import WHOLE_TOKENS
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.trajectory.calls import Call, CallMemory, LiveCall, restore
@@ -157,6 +158,8 @@ class LiveTrajectory:
         Raises:
             PermissionDeniedError: another key opened it, or it is named as another's.
         """
+        if caller.owner is None:  # it may use what anybody opened
+            return
         if self.is_new:
             caller.check_names(self.uid, self.prompt_uid)
         else:
@@ -202,12 +205,12 @@ class LiveTrajectory:
             asking = self._open(again=True)
             await (self._unless_given_up(asking) if self._may_give_up else asking)
 
-    async def append(
+    def append(
         self,
         live: LiveCall,
         make_step: Callable[[int], Step],
         pictures: PictureSource | None = None,
-    ) -> Turn | Call | None:
+    ) -> Coroutine[Any, Any, Turn | Call | None]:
         """Store the Step of a generated call. Runs on in the same turn of the loop as the pool's
         answer comes.
 
@@ -224,6 +227,13 @@ class LiveTrajectory:
             TrajectoryClosedError: closed meanwhile; no Step was stored.
             UNAVAILABLE: not acknowledged; a later commit may find that it was stored.
         """
+        if self._may_give_up or self.is_conversation or self.unrecorded is not None:
+            return self._append_or_count(live, make_step, pictures)
+        return self._append(live, make_step, pictures)
+
+    async def _append_or_count(
+        self, live: LiveCall, make_step: Callable[[int], Step], pictures: PictureSource | None
+    ) -> Turn | Call | None:
         why = self.unrecorded
         if why is None:
             try:
@@ -261,12 +271,14 @@ class LiveTrajectory:
             parent=request.parent,
             new_prompt_ids=request.new_ids,
             response_ids=generation.response_ids,
-            calls=tuple((call.id, call.name, call.arguments) for call in live.text.tool_calls),
+            calls=live.tool_calls,
             has_reasoning=live.has_reasoning,
             step_index=index,
             crc=crc,
             pictures=request.new_pictures,
         )
+        is_whole = len(live.prompt_ids) <= WHOLE_TOKENS
+        self.graph.last = (turn, live.prompt_ids) if is_whole else None
         if self.caller is not None:
             _, _, whole, length = live.keys
             self._found_by(whole, length)

@@ -10,13 +10,12 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from starlette.datastructures import Headers
 
 from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.config import Tuning
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.trajectory.calls import RetryKey
-from stepwell.gateway.web import retry_key
+from stepwell.gateway.web import RequestHeaders, retry_key
 from tests.builders import until
 from tests.gateway.conftest import Sampled, log_prob
 
@@ -125,8 +124,8 @@ async def test_a_retry_after_a_pool_failure_stores_the_very_same_step(
     ids=lambda value: str(value)[:9],
 )
 def test_a_count_of_retries_may_be_any_text(count: str, is_retry: bool) -> None:
-    headers = Headers({"x-stainless-retry-count": count})
-    assert retry_key(headers, b"", "chat").is_retry is is_retry
+    headers = RequestHeaders([(b"x-stainless-retry-count", count.encode("latin-1"))])
+    assert retry_key(headers, "", "chat").is_retry is is_retry
 
 
 async def test_a_conversation_goes_on_after_a_gateway_forgot_it(world: Any) -> None:

@@ -57,6 +57,25 @@ def test_the_deepest_stored_turn_is_extended() -> None:
     assert second.n_tokens == 6
 
 
+@pytest.mark.parametrize(
+    "echo",
+    [
+        say("assistant", "b"),
+        say("assistant", " b\n"),
+        say("assistant", "b", tool_calls=[call('{"x": 1}')]),
+        say("assistant", "b", reasoning_content="because"),
+        say("assistant", "c"),
+        say("user", "b"),
+    ],
+)
+def test_keys_that_go_on_from_a_reply_are_those_of_the_messages(echo: Any) -> None:
+    first = [say("system", "s"), say("user", "a")]
+    before = Keys(ROOT, first)
+    assert before.reply(say("assistant", "b")) == Keys(ROOT, [*first, say("assistant", "b")]).prompt
+    for messages in ([*first, echo, say("user", "c")], [*first, echo], first, first[:1]):
+        assert [*Keys(ROOT, messages, before)] == [*Keys(ROOT, messages)]
+
+
 def test_forks_of_one_turn_share_its_tokens() -> None:
     graph = TurnGraph()
     one = [say("user", "a")]

@@ -243,10 +243,10 @@ async def test_no_byte_of_a_body_is_kept_for_a_stranger(worlds: Any) -> None:
     wire.writer.close()
 
 
-def call_of(body: dict[str, Any]) -> bytes:
+def call_of(body: dict[str, Any], at: str = "/t1/p1") -> bytes:
     data = json.dumps({"model": "m", **body}).encode()
     head = (
-        "POST /t1/p1/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+        f"POST {at}/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
     return head.encode() + data
@@ -256,6 +256,41 @@ def connections() -> list[HttpProtocol]:
     """The server's side of what is connected."""
     found = (each for each in gc.get_objects() if isinstance(each, HttpProtocol))
     return [each for each in found if each.transport is not None and not each.is_lost]
+
+
+async def test_each_request_on_a_connection_is_answered_at_its_own_address(worlds: Any) -> None:
+    world = await worlds()
+    wire = await Wire.to(world)
+    said = {"messages": [{"role": "user", "content": "hi"}]}
+    for uid in ("t1", "t2", "t2", "t1"):
+        world.say(f"for {uid}")
+        await wire.send(call_of(said, f"/{uid}/p1"))
+        status, body = await wire.one()
+        assert (status, json.loads(body)["choices"][0]["message"]["content"]) == (200, f"for {uid}")
+        for at, found in (("/health", 200), (f"/{uid}/p1/v1/chat/completions", 405)):
+            await wire.send(f"GET {at} HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert (await wire.one())[0] == found
+    assert [len(world.stored(uid)) for uid in ("t1", "t2")] == [2, 2]
+    wire.writer.close()
+
+
+@pytest.mark.parametrize("n_pieces", [1, 2, 40])
+async def test_a_body_in_pieces_is_the_same_call(worlds: Any, n_pieces: int) -> None:
+    world = await worlds()
+    wire = await Wire.to(world)
+    world.say("whole")
+    data = call_of({"messages": [{"role": "user", "content": "x" * 4000}]})
+    head, _, body = data.partition(b"\r\n\r\n")
+    await wire.send(head + b"\r\nexpect: 100-continue\r\n\r\n")
+    assert await wire.reader.readexactly(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    size = len(body) // n_pieces + 1
+    for at in range(0, len(body), size):
+        await wire.send(body[at : at + size])
+        await asyncio.sleep(0.002)
+    assert (await wire.one())[0] == 200
+    (step,) = world.stored()
+    assert step.metadata["messages"][0]["content"] == "x" * 4000
+    wire.writer.close()
 
 
 @pytest.mark.parametrize("n_first", [1, 20_000, 100_000, 200_000])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from stepwell.gateway.config import Tuning
-from stepwell.gateway.limits import FIRST, MOST, Deadlines, Pace
+from stepwell.gateway.limits import FIRST, MOST, Deadline, Deadlines, Pace
 
 # -- pace ------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ async def test_a_deadline_ends_its_block_alone() -> None:
 
     async def wait(seconds: float) -> str:
         try:
-            with deadlines.at(loop.time() + seconds):
+            with Deadline(deadlines, loop.time() + seconds):
                 await asyncio.Event().wait()
         except TimeoutError:
             return f"{seconds}"
@@ -99,12 +99,12 @@ async def test_a_deadline_ends_its_block_alone() -> None:
 
 async def test_a_block_that_ends_in_time_is_not_cancelled_later() -> None:
     deadlines, loop = Deadlines(), asyncio.get_running_loop()
-    with deadlines.at(loop.time() + 0.01):
+    with Deadline(deadlines, loop.time() + 0.01):
         await asyncio.sleep(0)
     await asyncio.sleep(0.03)
 
     async def moved() -> None:
-        with deadlines.at(loop.time() + 60.0) as deadline:
+        with Deadline(deadlines, loop.time() + 60.0) as deadline:
             loop.call_later(0.01, deadline.reschedule, loop.time())
             await asyncio.Event().wait()
 

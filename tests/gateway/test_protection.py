@@ -66,7 +66,8 @@ class Crowd:
 
     async def _call(self, number: int) -> None:
         try:
-            await self.limits.enter()
+            if (place := self.limits.enter()) is not None:
+                await place
         except RateLimitedError:
             self.refused.append(number)
             return

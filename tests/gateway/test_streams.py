@@ -126,7 +126,7 @@ async def test_a_failure_behind_deltas_that_show_nothing_is_told_at_once() -> No
     call = Call(uid="c", created=0, retry=b"", body=None, is_retry=False)
     request = ChatRequest(messages=[], stream=True)
     request.ids = np.array([1], np.int32)
-    live = LiveCall(call, request, cast(Any, None), "test", cast(Any, None))
+    live = LiveCall(call, request, "test", cast(Any, None))
     live.state, live.deltas, live.error = "failed", [ReasoningDelta("hm")], EngineError("gone")
     exchange = Exchange(
         Mock(), Parsed(request), [Mock()], [live], model="m", tokenizer=Mock(), keepalive_s=60
