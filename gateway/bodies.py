@@ -22,6 +22,8 @@ SMALL = 65_536
 """Bytes of a body that can hold nothing to be bounded."""
 BIG = 1_048_576
 """Bytes of a body that is worked on in a thread where that is possible."""
+FEW = 16_384
+"""Bytes that are counted as fast without NumPy."""
 MAX_WIDE = 12 * 1024 * 1024
 """Bytes of a body with text outside ASCII. Its characters take up to four bytes each in memory, and
 so 30 MB of it hold the event loop for 0.1 s. A longer body is one of images or of ids."""
@@ -57,13 +59,18 @@ class Signs(NamedTuple):
     """Brackets and braces that open."""
     commas: int = 0
 
-    def __add__(self, other: tuple[int, ...]) -> Signs:  # type: ignore[override]
-        return Signs(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: Signs) -> Signs:  # type: ignore[override]
+        quotes, opened, commas = other
+        return Signs(self.quotes + quotes, self.opened + opened, self.commas + commas)
 
     def fit(self, path: str) -> bool:
         """True if a body of this path certainly holds no more than one may."""
-        counted = Holdings((self.quotes + 1) // 2, self.opened, self.commas)
-        return all(n <= most for n, most in zip(counted, _most(path), strict=True))
+        most = _most(path)
+        return (
+            (self.quotes + 1) // 2 <= most.strings
+            and self.opened <= most.containers
+            and self.commas <= most.values
+        )
 
 
 _MOST = Holdings(MAX_STRINGS, MAX_CONTAINERS, MAX_STRINGS)
@@ -119,6 +126,9 @@ def _has_wide(body: bytes) -> bool:
 
 def signs_in(text: bytes | memoryview) -> Signs:
     """Count the signs of a part of a body."""
+    if len(text) < FEW:
+        few = bytes(text)
+        return Signs(few.count(b'"'), few.count(b"[") + few.count(b"{"), few.count(b","))
     codes = np.frombuffer(text, np.uint8)
     n = dict.fromkeys((_QUOTE, _LIST, _OBJECT, _COMMA), 0)
     is_code: np.ndarray | None = getattr(_thread, "is_code", None)

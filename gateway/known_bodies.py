@@ -47,7 +47,7 @@ from stepwell.gateway.tokens.messages import KnownMessages, Message, Prefix
 from stepwell.gateway.web import parse_object
 
 LEAST_BYTES = 8192
-"""Shorter bodies are read as fast as they are compared."""
+"""Shorter bodies without tools are read as fast as they are compared."""
 MAX_PLACES, MAX_MARKS = 4096, 32
 """Trajectories (or callers and beginnings of a body), and marks of each: half a kilobyte a mark."""
 BEGINNING_BYTES = 1024
@@ -154,6 +154,11 @@ class _Text:
         return Cut() if self.mark is None else self.mark.cut
 
 
+def is_worth_comparing(body: bytes) -> bool:
+    """True if a body may take longer to read than to be compared with earlier ones."""
+    return len(body) >= LEAST_BYTES or body.rfind(b'"tools"') >= 0  # twice as fast as `in`
+
+
 class KnownBodies:
     """Marks and tools of earlier bodies. Owned by the app's lifespan."""
 
@@ -230,9 +235,12 @@ class KnownBodies:
             frame = None
         end = len(body) - (0 if frame is None else len(frame.end))
         rest = body[mark.n_bytes : end]
-        signs = mark.signs + signs_in(rest) + (Signs() if frame is None else frame.signs)
+        signs = mark.signs if frame is None else mark.signs + frame.signs
+        n = len(rest)  # more signs than bytes it has not
+        if not (signs + Signs(n, n, n)).fit(path) and not (signs + signs_in(rest)).fit(path):
+            return None
         rest = rest.lstrip(_BLANK)
-        if not rest.startswith(b",") or not signs.fit(path):
+        if not rest.startswith(b","):
             return None
         kept = body[mark.list_at : mark.kept_to]
         kept += b"," * bool(kept)

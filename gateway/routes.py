@@ -150,7 +150,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
         parsed, is_big = await _without_pictures(services, dialect, request, body)
     else:
         try:
-            if len(body) < known_bodies.LEAST_BYTES:
+            if not known_bodies.is_worth_comparing(body):
                 parsed = dialect.parse_plain(body)
             elif is_big or dialect.list_name is None:
                 await services.access.check_holdings(path, body)

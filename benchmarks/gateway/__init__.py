@@ -6,6 +6,7 @@
     long         gateway CPU of each turn of a 64,000-token conversation       shapes.py
     contexts     CPU of a turn at 12 to 60 k tokens of context                  shapes.py
     coding       CPU of a turn of coding agents, 45 k tokens and 20 tools      shapes.py
+    short        CPU of a call in short conversations of tool calls            shapes.py
     stream       first token, and whether any chunk waits for the next         shapes.py
     events       16 streams of 16 events at once: streams/s, CPU of an event   shapes.py
     many         512 agents with long prompts at once                          shapes.py
@@ -36,6 +37,7 @@ from benchmarks.gateway.shapes import (
     contexts,
     events,
     long_conversations,
+    short_conversations,
     streams,
     waves,
 )
@@ -59,6 +61,7 @@ SECTIONS = {
     "long": long_conversations,
     "contexts": contexts,
     "coding": coding,
+    "short": short_conversations,
     "stream": streams,
     "events": events,
     "many": waves,

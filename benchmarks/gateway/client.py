@@ -8,7 +8,8 @@ Each connection runs one trajectory after the other, turn by turn, as an agent d
     turn 1   system, user, answer, a new user message    ──► answer       … then complete
 
 Conversations are JSON fragments made ahead, so that a request costs one join; answers are not
-parsed, only looked through for the text they must hold. Rollouts of a prompt start side by side and
+parsed, only looked through for the text they must hold, and for the id of a tool call, which the
+next request names. Rollouts of a prompt start side by side and
 differ from their second turn on. Completing a trajectory is part of the load but no request.
 
 A job's fields are those of `Job`, a result's those of `Result`. Imports nothing of ours.
@@ -20,8 +21,10 @@ import asyncio
 import gc
 import itertools
 import math
+import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,6 +34,9 @@ import orjson
 import uvloop
 
 COMPLETE = '{"reward":1.0}'
+CALL_ID = "call_00000000"
+"""Stands in fragments for the id that the answer before gave its tool call."""
+_CALL_ID = re.compile(rb'"(?:call_)?id": ?"(call_\w+)"')
 Pieces: TypeAlias = list[tuple[float, bytes]]
 """A body as it came: when, and what."""
 
@@ -47,6 +53,10 @@ class Conversations:
     answer_characters: int
     more: bytes = b""
     """Further fields of every request."""
+    list_name: str = "messages"
+    limit_name: str = "max_tokens"
+    calls: bool = False
+    """Every answer is a tool call."""
 
     @classmethod
     def read(cls, file: Path) -> dict[str, Conversations]:
@@ -58,17 +68,39 @@ class Conversations:
                 made["answer"].encode(),
                 made["answer_characters"],
                 made.get("more", "").encode(),
+                **{
+                    name: made[name]
+                    for name in ("list_name", "limit_name", "calls")
+                    if name in made
+                },
             )
             for kind, made in orjson.loads(file.read_bytes()).items()
         }
 
-    def body(self, prompt: int, rollout: int, turn: int, *, stream: bool) -> bytes:
-        """The request of one turn."""
+    def body(
+        self,
+        prompt: int,
+        rollout: int,
+        turn: int,
+        *,
+        stream: bool,
+        call_ids: Sequence[bytes] = (),
+    ) -> bytes:
+        """The request of one turn.
+
+        Args:
+            call_ids: ids of the tool calls that were answered before, one a turn.
+        """
         n = len(self.follow_ups)
         first = 7919 * prompt + 101 * rollout
-        parts = [b'{"model":"bench","messages":[', self.heads[prompt % len(self.heads)]]
-        parts += [self.follow_ups[(first + k) % n] for k in range(turn)]
-        parts += [b"]", self.more, b',"max_tokens":64,"temperature":1.0']
+        parts = [b'{"model":"bench","%b":[' % self.list_name.encode()]
+        parts.append(self.heads[prompt % len(self.heads)])
+        follow_ups = [self.follow_ups[(first + k) % n] for k in range(turn)]
+        if self.calls:
+            pairs = zip(follow_ups, call_ids, strict=True)
+            follow_ups = [each.replace(CALL_ID.encode(), call_id) for each, call_id in pairs]
+        limit = b',"%b":64,"temperature":1.0' % self.limit_name.encode()
+        parts += [*follow_ups, b"]", self.more, limit]
         parts.append(b',"stream":true}' if stream else b"}")
         return b"".join(parts)
 
@@ -248,12 +280,12 @@ class Load:
         """One trajectory."""
         job, result = self._job, self.result
         uids = {"trajectory": f"{job.name}-{prompt}-{rollout}", "prompt": f"{job.name}-{prompt}"}
-        path, cpu_s = job.path.format(**uids), list[float]()
+        path, cpu_s, call_ids = job.path.format(**uids), list[float](), list[bytes]()
         cpu = cpu_seconds(job.cpu_pid)
         for turn in range(job.turns):
             if turn and self._is_late():
                 break
-            await self._turn(connection, path, prompt, rollout, turn)
+            await self._turn(connection, path, prompt, rollout, turn, call_ids)
             if job.pause_s:
                 await asyncio.sleep(job.pause_s)
             before, cpu = cpu, cpu_seconds(job.cpu_pid)
@@ -263,10 +295,18 @@ class Load:
             await connection.post(job.complete_path.format(**uids), job.complete_body.encode())
 
     async def _turn(
-        self, connection: Connection, path: str, prompt: int, rollout: int, turn: int
+        self,
+        connection: Connection,
+        path: str,
+        prompt: int,
+        rollout: int,
+        turn: int,
+        call_ids: list[bytes],
     ) -> None:
+        """One request. The id of the tool call that answers it goes to the end of `call_ids`."""
         job, result, expected = self._job, self.result, self._conversations
-        body = expected.body(job.first_prompt + prompt, rollout, turn, stream=job.stream)
+        first, stream = job.first_prompt + prompt, job.stream
+        body = expected.body(first, rollout, turn, stream=stream, call_ids=call_ids)
         sent = time.perf_counter()
         answer = await connection.post(path, body)
         result.latencies_s.append(time.perf_counter() - sent)
@@ -277,6 +317,10 @@ class Load:
             is_answer = bool(seen) and seen[-1][1] == expected.answer_characters
         else:
             is_answer = expected.answer in whole(answer)
+        if expected.calls and is_answer:
+            found = _CALL_ID.search(whole(answer))
+            call_ids.append(b"" if found is None else found[1])
+            is_answer = found is not None
         if not is_answer:
             result.errors.append(f"another answer: {whole(answer)[:300]!r}")
 

@@ -1,9 +1,11 @@
-"""The fixed-answer engine, a process of its own: every prompt gets the same 64 tokens.
+"""The fixed-answer engine, a process of its own: every prompt gets the same tokens, 64 of a text or
+those of a tool call.
 
     python -P engine.py ANSWER.json        prints its port; ends when its standard input ends
 
 Each line on its standard input sets the delay before an answer (`delay_s`) and between the events
-of a stream (`interval_s`), and how many a stream has (`n_events`); it is answered by a line that
+of a stream (`interval_s`), how many a stream has (`n_events`), and which answer is given (`answer`:
+`text` or `call`, which nobody streams as chat completions); it is answered by a line that
 tells when the events of each stream since the line before were written (seconds of the monotonic
 clock, which all processes share).
 
@@ -42,8 +44,8 @@ class Answers:
 
     Args:
         answer: `ids` and `log_probs` of the response with its end token, `pieces` (the text of each
-            id, "" for the end token), `prompt_ids`, which stand for any prompt's, and
-            `tokenizer_path`.
+            id, "" for the end token), `prompt_ids`, which stand for any prompt's,
+            `tokenizer_path`, and `function`, if it is a tool call.
     """
 
     def __init__(self, answer: dict[str, Any]) -> None:
@@ -51,6 +53,7 @@ class Answers:
         self._log_probs: list[float] = answer["log_probs"]
         self._pieces: list[str] = answer["pieces"]
         self._prompt_ids: list[int] = answer["prompt_ids"]
+        self._function: dict[str, str] | None = answer.get("function")
         self.tokenizer_path: str = answer["tokenizer_path"]
         n = len(self._ids)
         self.generate = _response(self._generated(n))
@@ -87,8 +90,12 @@ class Answers:
     def _completion(self, *, with_ids: bool) -> dict[str, Any]:
         n, n_prompt = len(self._ids), len(self._prompt_ids)
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
-        message = {"role": "assistant", "content": "".join(self._pieces)}
-        choice = {"message": message, "finish_reason": "stop"}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._pieces)}
+        if self._function is not None:
+            call = {"id": "call_fixed", "type": "function", "function": self._function}
+            message |= {"content": None, "tool_calls": [call]}
+        reason = "stop" if self._function is None else "tool_calls"
+        choice = {"message": message, "finish_reason": reason}
         ids = {"prompt_token_ids": self._prompt_ids} if with_ids else {}
         if with_ids:
             choice |= self._sampled(slice(None))
@@ -240,16 +247,17 @@ class Connection(asyncio.Protocol):
         self._timer = loop.call_later(self._server.interval_s, self._emit, events, k + 1, times)
 
 
-async def main(answers: Answers) -> None:
+async def main(answers: dict[str, Answers]) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    server = Server(answers)
+    server = Server(answers["text"])
     listening = await loop.create_server(lambda: Connection(server), "127.0.0.1", 0, backlog=2048)
     print(listening.sockets[0].getsockname()[1], flush=True)
 
     def control(line: str) -> None:
         settings, emitted = orjson.loads(line), server.emitted
         server.delay_s, server.interval_s = settings["delay_s"], settings["interval_s"]
+        server.answers = answers[settings["answer"]]
         server.answers.divide(settings["n_events"])
         server.emitted = []
         print(orjson.dumps(emitted).decode(), flush=True)
@@ -266,4 +274,5 @@ async def main(answers: Answers) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(Answers(orjson.loads(Path(sys.argv[1]).read_bytes()))))
+    made = orjson.loads(Path(sys.argv[1]).read_bytes())
+    uvloop.run(main({name: Answers(answer) for name, answer in made.items()}))

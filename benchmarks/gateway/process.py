@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import orjson
 import psutil
@@ -32,12 +33,22 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     async def control(
-        self, *, delay_s: float = 0.0, interval_s: float = 0.0, n_events: int = 0
+        self,
+        *,
+        delay_s: float = 0.0,
+        interval_s: float = 0.0,
+        n_events: int = 0,
+        answer: Literal["text", "call"] = "text",
     ) -> list[list[float]]:
-        """Set the time before an answer and between events of a stream, and how many events that
-        has (0: one a token). Return, for each stream asked for since the last call, when its events
-        were written."""
-        settings = {"delay_s": delay_s, "interval_s": interval_s, "n_events": n_events}
+        """Set the time before an answer and between events of a stream, how many events that has
+        (0: one a token), and which answer is given. Return, for each stream asked for since the
+        last call, when its events were written."""
+        settings = {
+            "delay_s": delay_s,
+            "interval_s": interval_s,
+            "n_events": n_events,
+            "answer": answer,
+        }
         emitted: list[list[float]] = orjson.loads(await ask(self.process, orjson.dumps(settings)))
         return emitted
 

@@ -3,6 +3,7 @@
 long     20 turns to 64,000 tokens, one agent: gateway CPU of each turn
 contexts conversations that grow by 500 tokens a turn, at 12 to 60 k: CPU of each turn
 coding   the same at 45 k as coding agents have it: 20 tools in every request, streamed
+short    short conversations of tool calls at 64 connections, and the same by the Responses API
 stream   one agent, an event every 5 ms: when the text of each event is seen
 events   16 agents, streams of 16 events as fast as they come: streams/s, CPU of an event
 many     512 agents at once, 4,000 to 8,000 tokens: errors, event-loop delay, memory; six times
@@ -21,7 +22,7 @@ import orjson
 from benchmarks.gateway.measure import Bench, Sample, run_job
 from benchmarks.gateway.process import resident_bytes
 from benchmarks.gateway.systems import Direct, Gateway, Rllm
-from benchmarks.gateway.workload import CONTEXTS, GROWING, LONG_TURNS, ROLLOUTS
+from benchmarks.gateway.workload import CALLING, CONTEXTS, GROWING, LONG_TURNS, ROLLOUTS
 from benchmarks.system import paired
 
 PAUSE_S = 0.05
@@ -80,6 +81,45 @@ async def coding(bench: Bench) -> None:
         for system in bench.systems
         if len(system.pids) == 1
     ]
+
+
+async def short_conversations(bench: Bench) -> None:
+    """Measure every system that is one process, taking turns; of the Responses API ours alone."""
+    report, size, ours = bench.report, bench.size, bench.ours
+    shapes: list[tuple[str, Gateway, str]] = [
+        ("tools", system, system.path) for system in bench.systems if len(system.pids) == 1
+    ]
+    shapes.append(("responses", ours, ours.responses_path))
+    samples: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    most = max(size.connections)
+    await bench.engine.control(answer="call")
+    for turn in range(size.rounds + 1):  # the first warms up
+        for kind, system, path in shapes:
+            job = bench.job(
+                system,
+                kind,
+                path=path,
+                connections=most,
+                prompts=size.groups,
+                first_prompt=turn * size.groups,
+            )
+            found, _ = await run_job(bench, system, job)
+            await system.settle(job)
+            if turn:
+                samples[kind, system.name].append(found)
+    await bench.engine.control()
+    report.figures[f"short_conversations_of_tool_calls_at_{most}"] = [
+        {
+            "kind": kind,
+            "system": name,
+            "requests_per_s": statistics.median(s.requests_per_s for s in found),
+            "cpu_ms": statistics.median(s.cpu_ms for s in found),
+        }
+        for (kind, name), found in samples.items()
+    ]
+    for kind in CALLING:
+        cpu_ms = statistics.median(s.cpu_ms for s in samples[kind, ours.name])
+        report.at_most(f"cpu_ms_of_short_{kind}_at_{most}", cpu_ms, 0.6)
 
 
 async def _growing(bench: Bench, system: Gateway, kind: str, *, stream: bool = False) -> float:
@@ -183,7 +223,7 @@ async def events(bench: Bench) -> None:
 
 def _lengths(bench: Bench) -> list[int]:
     """Characters of the answer after each event that has text."""
-    pieces = orjson.loads(bench.workload.answer_file.read_bytes())["pieces"]
+    pieces = orjson.loads(bench.workload.answer_file.read_bytes())["text"]["pieces"]
     return list(accumulate(len(piece) for piece in pieces if piece))
 
 

@@ -22,7 +22,7 @@ import ray
 from benchmarks.gateway.client import Job
 from benchmarks.gateway.process import Engine
 from benchmarks.gateway.size import trajectory_size
-from benchmarks.gateway.workload import Workload
+from benchmarks.gateway.workload import CALLING, Workload
 from benchmarks.pool.cluster import pid_of, running_pool
 from benchmarks.processes import free_port, python
 from benchmarks.system import System
@@ -158,6 +158,7 @@ class Stepwell(Gateway):
 
     name = "Stepwell"
     path = "/{trajectory}/{prompt}/v1/chat/completions"
+    responses_path = "/{trajectory}/{prompt}/v1/responses"
     complete_path = "/{trajectory}/{prompt}/v1/complete_trajectory"
     abort_path = "/{trajectory}/{prompt}/v1/abort_trajectory"
     scale = 2
@@ -167,7 +168,7 @@ class Stepwell(Gateway):
 
     @asynccontextmanager
     async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
-        self._answer_ids = workload.answer_ids
+        self._workload = workload
         config = GatewayConfig(port=0, tokenizer_path=str(workload.tokenizer_path))
         async with running_pool(durability="process", **self._pool_options) as pool:
             self.pool, (self.pool_pid,) = pool.client, await pool.pids()
@@ -199,10 +200,11 @@ class Stepwell(Gateway):
             raise RuntimeError(
                 f"a group of {job.rollouts * job.turns} calls has {len(steps)} steps"
             )
-        before: Step | None = None
+        workload, before = self._workload, None
+        answer_ids = workload.call_ids if job.kind in CALLING else workload.answer_ids
         for step in steps:
             parent = step.step_index - 1 if step.step_index else None
-            if step.parent_index != parent or step.response_ids.tolist() != self._answer_ids:
+            if step.parent_index != parent or step.response_ids.tolist() != answer_ids:
                 raise RuntimeError(f"{step.trajectory_uid} holds another step {step.step_index}")
             if before is not None and parent is not None:
                 known = [*before.prompt_ids.tolist(), *before.response_ids.tolist()]

@@ -9,11 +9,16 @@ template is ChatML. Kinds of conversations, in tokens::
     many   4,000 to 8,000 at first, 95 more a turn
     12k    12,000 at first, 500 more a turn; also 28k, 44k, 60k
     coding 45,000 at first, 500 more a turn, and 20 tools of 3 kB in every request
+    tools  as chat, with 4 tools of 0.5 kB in every request; each answer calls one, and each new
+           message is the tool's
+    responses  the same as a client of the Responses API sends it
 """
 
 from __future__ import annotations
 
+import json
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle, islice
@@ -22,6 +27,8 @@ from typing import Any
 
 import orjson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benchmarks.gateway.client import CALL_ID
 
 ANSWER_TOKENS = 64
 """With the end token."""
@@ -37,6 +44,9 @@ TURN_TOKENS = 500
 GROWING = 8
 """Conversations of each of these kinds."""
 TOOLS, TOOL_CHARACTERS = 20, 2_800
+SHORT_TOOLS, SHORT_TOOL_CHARACTERS = 4, 200
+CALLING = ("tools", "responses")
+"""Kinds of conversations in which each answer is a tool call."""
 VOCABULARY = 16_000
 TEXT_CHARACTERS = 4_000_000
 
@@ -46,7 +56,8 @@ TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\n' + message.content }}"
     "{%- for call in message.tool_calls or [] %}"
-    "{{- '<tool_call>\n' + call | tojson + '\n</tool_call>' }}{%- endfor %}"
+    "{{- '<tool_call>\n{\"name\": ' + call.function.name | tojson + ', \"arguments\": ' "
+    "+ call.function.arguments | tojson + '}\n</tool_call>' }}{%- endfor %}"
     "{{- '<|im_end|>\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -58,6 +69,10 @@ ANSWER = (
     "fail in the same way as soon as it is called with a file instead of a list of lines. "
 )
 """Plain words: no character of it is written otherwise in JSON."""
+CALLED = "tool_0"
+ARGUMENTS = {"path": "tests/test_reader.py", "pattern": "read", "content": "lines of the input"}
+CALL = f'<tool_call>\n{{"name": "{CALLED}", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
+"""Answer that is a tool call, as the template writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,8 @@ class Workload:
 
     folder: Path
     answer_ids: list[int]
+    call_ids: list[int]
+    """Ids of the answer that is a tool call."""
 
     @property
     def tokenizer_path(self) -> Path:
@@ -73,7 +90,7 @@ class Workload:
 
     @property
     def answer_file(self) -> Path:
-        """File with the answer that `engine.py` gives."""
+        """File with the answers that `engine.py` gives."""
         return self.folder / "answer.json"
 
     @property
@@ -87,16 +104,24 @@ def make_workload(folder: Path) -> Workload:
     text, tokenizer = _text(), _tokenizer()
     answer = tokenizer.encode(ANSWER).ids[: ANSWER_TOKENS - 1]
     pieces = [tokenizer.decode([i], skip_special_tokens=False) for i in answer]
-    workload = Workload(folder, [*answer, *tokenizer.encode(END).ids])
+    call, end = tokenizer.encode(CALL).ids, tokenizer.encode(END).ids
+    workload = Workload(folder, [*answer, *end], [*call, *end])
     _save_tokenizer(tokenizer, workload.tokenizer_path)
+    arguments = json.dumps(ARGUMENTS)
+    known = {
+        "prompt_ids": tokenizer.encode(text[:8_000]).ids[:1_000],
+        "tokenizer_path": str(workload.tokenizer_path),
+    }
     workload.answer_file.write_bytes(
         orjson.dumps(
             {
-                "ids": workload.answer_ids,
-                "log_probs": [-(k % 7 + 1) / 8 for k in range(ANSWER_TOKENS)],
-                "pieces": [*pieces, ""],
-                "prompt_ids": tokenizer.encode(text[:8_000]).ids[:1_000],
-                "tokenizer_path": str(workload.tokenizer_path),
+                "text": {**known, "pieces": [*pieces, ""], **_sampled(workload.answer_ids)},
+                "call": {
+                    **known,
+                    "pieces": [*map(tokenizer.decode, ([i] for i in call)), ""],
+                    **_sampled(workload.call_ids),
+                    "function": {"name": CALLED, "arguments": arguments},
+                },
             }
         )
     )
@@ -119,12 +144,62 @@ def make_workload(folder: Path) -> Workload:
                 **{kind: _growing(source, said, n) for kind, n in CONTEXTS.items()},
                 "coding": {
                     **_growing(source, said, CODING_TOKENS),
-                    "more": ',"tools":' + orjson.dumps(_tools(source)).decode(),
+                    "more": _more(tools=_tools(source, TOOLS, TOOL_CHARACTERS)),
                 },
+                **_calling(source, arguments),
             }
         )
     )
     return workload
+
+
+def _sampled(ids: list[int]) -> dict[str, Any]:
+    return {"ids": ids, "log_probs": [-(k % 7 + 1) / 8 for k in range(len(ids))]}
+
+
+def _more(**fields: Any) -> str:
+    """Fields of a request behind its list."""
+    return "," + orjson.dumps(fields).decode()[1:-1]
+
+
+def _calling(source: _Source, arguments: str) -> dict[str, Any]:
+    """Conversations in which each answer is a tool call: of chat completions, and of the Responses
+    API."""
+    tools = _tools(source, SHORT_TOOLS, SHORT_TOOL_CHARACTERS)
+    called = {"name": CALLED, "arguments": arguments}
+    system, firsts = {"role": "system", "content": source.system}, range(512)
+    users = [{"role": "user", "content": source.take(370)} for _ in firsts]
+    results = [source.take(20) for _ in range(997)]
+    call = {"id": CALL_ID, "type": "function", "function": called}
+    reply = {"role": "assistant", "content": None, "tool_calls": [call]}
+    item = {"type": "function_call", "call_id": CALL_ID, **called}
+    common = {"answer": f'"name":"{CALLED}"', "answer_characters": 0, "calls": True}
+    flat = [{"type": "function", **tool["function"]} for tool in tools]
+    return {
+        "tools": {
+            **common,
+            "heads": [_fragment(system, user) for user in users],
+            "follow_ups": [
+                "," + _fragment(reply, {"role": "tool", "tool_call_id": CALL_ID, "content": result})
+                for result in results
+            ],
+            "more": _more(tools=tools),
+        },
+        "responses": {
+            **common,
+            "list_name": "input",
+            "limit_name": "max_output_tokens",
+            "heads": [_fragment(user) for user in users],
+            "follow_ups": [
+                ","
+                + _fragment(
+                    item, {"type": "function_call_output", "call_id": CALL_ID, "output": result}
+                )
+                for result in results
+            ],
+            "more": _more(instructions=source.system, tools=flat),
+        },
+    }
 
 
 def _growing(source: _Source, answer: str, tokens: int) -> dict[str, Any]:
@@ -133,15 +208,15 @@ def _growing(source: _Source, answer: str, tokens: int) -> dict[str, Any]:
     return _conversations(source, answer, firsts=firsts, follow_ups=101, tokens=new)
 
 
-def _tools(source: _Source) -> list[dict[str, Any]]:
-    """Tools as coding agents send them: long descriptions, few parameters."""
+def _tools(source: _Source, n: int, n_characters: int) -> list[dict[str, Any]]:
+    """Tools as coding agents send them, with descriptions of `n_characters`: few parameters."""
     argument = {"type": "string", "description": "What the tool is to work on, as it stands."}
     return [
         {
             "type": "function",
             "function": {
                 "name": f"tool_{k}",
-                "description": source.take(TOOL_CHARACTERS)[:TOOL_CHARACTERS],
+                "description": source.take(n_characters)[:n_characters],
                 "parameters": {
                     "type": "object",
                     "properties": dict.fromkeys(("path", "pattern", "content"), argument),
@@ -149,7 +224,7 @@ def _tools(source: _Source) -> list[dict[str, Any]]:
                 },
             },
         }
-        for k in range(TOOLS)
+        for k in range(n)
     ]
 
 
@@ -179,7 +254,7 @@ def _conversations(
     }
 
 
-def _fragment(*messages: dict[str, str]) -> str:
+def _fragment(*messages: Mapping[str, Any]) -> str:
     return orjson.dumps(messages).decode()[1:-1]
 
 

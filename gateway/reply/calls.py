@@ -21,6 +21,7 @@ from stepwell.gateway.tokens.messages import Tool, strict_json
 
 CallStyle: TypeAlias = Literal["hermes", "qwen3_coder", "llama3_json"]
 
+_arguments = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _UNREADABLE = (ValueError, RecursionError)
 """Errors that are raised for text that is no JSON."""
 
@@ -50,7 +51,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall | None:
             arguments = strict_json(arguments)
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = _arguments.encode(arguments)
         (name + text).encode()
     except _UNREADABLE:  # 1e999 is no JSON number, and half a surrogate pair cannot be sent on
         return None

@@ -71,11 +71,14 @@ def strict_json(text: str) -> Any:
     Raises:
         ValueError, RecursionError: it is no JSON, or has one of Python's NaN and Infinity.
     """
-    return json.loads(text, parse_constant=_refuse)
+    return _strict.decode(text)
 
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+_strict = json.JSONDecoder(parse_constant=_refuse)
 
 
 def dumps(value: Any) -> bytes:

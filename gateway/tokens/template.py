@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -159,12 +160,22 @@ def _to_json(
     how = (ensure_ascii, indent, separators and tuple(separators), sort_keys)
     if isinstance(value, Tools | ToolPart) and (text := value.json_texts.get(how)) is not None:
         return text
-    text = json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    text = _encoder(*how).encode(value)
     if isinstance(value, Tools | ToolPart) and len(value.json_texts) < MAX_TEXTS:
         value.json_texts[how] = text
     return text
+
+
+@lru_cache(maxsize=64)
+def _encoder(
+    ensure_ascii: bool,
+    indent: int | str | None,
+    separators: tuple[str, str] | None,
+    sort_keys: bool,
+) -> json.JSONEncoder:
+    return json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -16,15 +16,19 @@ import pytest
 
 from benchmarks.checks import BenchResult
 from benchmarks.gateway import FULL, QUICK, SECTIONS, Direct, run, systems
-from benchmarks.gateway.client import Conversations, Job
+from benchmarks.gateway.client import CALL_ID, Conversations, Job
 from benchmarks.gateway.measure import CONNECTIONS, Sample, paired, table
 from benchmarks.gateway.memory import growth
 from benchmarks.gateway.process import Client, Engine, running_client, running_engine
 from benchmarks.gateway.shapes import WAVES, _arrivals
 from benchmarks.gateway.workload import (
     ANSWER_TOKENS,
+    ARGUMENTS,
+    CALL,
+    CALLING,
     LONG_TURNS,
     ROLLOUTS,
+    SHORT_TOOLS,
     TURNS,
     Workload,
     make_workload,
@@ -105,6 +109,8 @@ def test_a_slow_engine_streams_long_conversations_and_waves_are_measured(
     streams = figures["streams_of_16_events_at_16"]
     assert {row["system"] for row in streams} <= {*_installed()}
     assert all(row["cpu_us_an_event"] > 0 for row in streams)
+    short = figures[f"short_conversations_of_tool_calls_at_{max(QUICK.connections)}"]
+    assert {(row["kind"], row["cpu_ms"] > 0) for row in short} == {(kind, True) for kind in CALLING}
     assert figures["turns_of_3200_tokens"][-1]["turn"] == LONG_TURNS
     assert all(row["p50_ms"] >= 50 for row in figures["open_trajectories_of_one_process"])
     assert figures["live_trajectory"]["tokens"] > 3 * 3_000
@@ -209,6 +215,24 @@ def test_rollouts_of_a_prompt_begin_alike_and_go_on_differently(
     assert third["messages"][2]["content"] == chat.answer.decode()
 
 
+@pytest.mark.parametrize("kind", CALLING)
+def test_the_next_request_of_a_tool_conversation_names_the_call_that_was_answered(
+    conversations: dict[str, Conversations], kind: str
+) -> None:
+    calling = conversations[kind]
+    sent = calling.body(0, 0, 2, stream=False, call_ids=[b"call_a", b"call_b"])
+    body = json.loads(sent)
+    assert [len(body["tools"]), CALL_ID in sent.decode()] == [SHORT_TOOLS, False]
+    if kind == "responses":
+        assert [i["call_id"] for i in body["input"][1:]] == ["call_a", "call_a", "call_b", "call_b"]
+        return
+    roles = [m["role"] for m in body["messages"]]
+    assert roles == ["system", "user"] + ["assistant", "tool"] * 2
+    assert [m["tool_call_id"] for m in body["messages"][3::2]] == ["call_a", "call_b"]
+    calls = [m["tool_calls"][0]["id"] for m in body["messages"][2::2]]
+    assert calls == ["call_a", "call_b"]
+
+
 # -- engine and client -----------------------------------------------------------------------
 
 
@@ -234,6 +258,29 @@ async def test_the_engine_gives_ids_to_those_who_ask(engine: Engine, workload: W
     assert asked["choices"][0]["token_ids"] == workload.answer_ids
     assert len(asked["prompt_token_ids"]) == 1_000
     assert asked["choices"][0]["message"] == plain["choices"][0]["message"]
+
+
+async def test_the_engine_answers_with_a_tool_call_if_it_is_told_to(
+    engine: Engine, workload: Workload
+) -> None:
+    await engine.control(answer="call")
+    async with httpx.AsyncClient(base_url=engine.url) as http:
+        whole = (await http.post("/generate", json={"input_ids": [1]})).json()
+        chat = (await http.post("/v1/chat/completions", json={})).json()["choices"][0]
+    assert whole["output_ids"] == workload.call_ids
+    assert whole["text"] == CALL
+    assert chat["finish_reason"] == "tool_calls"
+    assert json.loads(chat["message"]["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS
+
+
+async def test_the_client_goes_on_from_the_tool_calls_that_it_gets(
+    engine: Engine, client: Client
+) -> None:
+    await engine.control(answer="call")
+    assert len((await client.run(_job(engine, kind="tools"))).latencies_s) == 2 * 4 * 2
+    await engine.control()
+    with pytest.raises(RuntimeError, match="another answer"):
+        await client.run(_job(engine, kind="tools", turns=1))
 
 
 async def test_the_client_sends_every_turn_of_every_rollout(engine: Engine, client: Client) -> None:

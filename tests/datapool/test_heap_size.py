@@ -24,3 +24,30 @@ def test_holes_in_the_heap_are_given_back() -> None:
         [sys.executable, "-c", PEAK_AND_AFTER], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) > 100e6
+
+
+AGAIN_AND_AGAIN = """
+import resource, time
+from stepwell.datapool import heap
+heap.settle_heap()
+heap.use_one_heap()
+heap.return_large_blocks(1 << 20)
+heap.return_free_pages()
+time.sleep(0.3)  # its thread has begun
+def work():
+    for _ in range(100):
+        blocks = [bytes(bytearray(300_000)) for _ in range(6)]
+        del blocks
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_blocks_that_are_taken_again_and_again_keep_their_pages_meanwhile() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN_AND_AGAIN], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 5_000, "of 44,000 pages"

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 from msgspec import structs
 
-from stepwell.gateway import known_bodies
+from stepwell.gateway import bodies, known_bodies
 from stepwell.gateway.access import OPERATOR
 from stepwell.gateway.config import NormalizeRule
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
@@ -446,3 +446,21 @@ def test_deletion_leaves_no_text() -> None:
     bodies.forget()
     assert not bodies._tools
     assert not bodies._frames
+
+
+def test_a_short_body_is_worth_comparing_if_it_brings_tools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known_bodies, "LEAST_BYTES", 8192)
+    said = [{"role": "user", "content": 'he said "tools"'}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert not known_bodies.is_worth_comparing(json.dumps({"messages": said}).encode())
+    assert known_bodies.is_worth_comparing(json.dumps({"messages": said, "tools": tools}).encode())
+
+
+def test_signs_of_a_text_are_the_same_however_long_it_is() -> None:
+    part = b'{"a": [1, 2], "b": [{}, "x,y"]},'
+    n = 2 * bodies.FEW // len(part)
+    few, many = bodies.signs_in(part), bodies.signs_in(part * n)
+    assert few == (6, 4, 5)
+    assert many == tuple(n * each for each in few)
