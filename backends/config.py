@@ -101,8 +101,6 @@ class EngineConfig(Section):
     weight_bucket_mb: int = Field(default=512, ge=1)
     """Weights that `nccl` and `ipc` send at once, in MB: each process holds one such buffer. A
     larger tensor goes alone."""
-    weight_join_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds for engines to join the process group of `nccl`, and for each broadcast."""
     release_memory: bool = False
     """Engines give the memory of weights and KV cache up while the trainer computes, so that both
     fit on the same GPUs; nothing is generated meanwhile. A launched SGLang server keeps its weights
@@ -233,9 +231,6 @@ class TorchBackendConfig(Section):
     it to the gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    max_skipped_updates: int = Field(default=3, ge=0)
-    """Consecutive updates that are skipped, and counted, because loss or gradient is not finite;
-    one more raises NonFiniteUpdateError. 0 raises at the first."""
     lora: LoraConfig | None = None
     """Train adapters only; null trains every weight. Engines get merged weights either way."""
     reference_path: Path | None = None

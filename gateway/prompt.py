@@ -171,10 +171,9 @@ class ChatRequest(msgspec.Struct, eq=False):
         return len(first)
 
 
-_MADE = {"ids", "new_ids", "pieces", "parent", "n_known", "cause", "forced", "n_forced"}
-_MADE |= {"sampling", "pictures", "new_pictures", "_keys"}
-_ASKED = tuple(f.name for f in msgspec.structs.fields(ChatRequest) if f.name not in _MADE)
-"""Fields of a request that are not made of the others."""
+_FIELDS = [field.name for field in msgspec.structs.fields(ChatRequest)]
+_ASKED = _FIELDS[: _FIELDS.index("ids")]
+"""Fields of a request that are not made of the others: they come first."""
 
 
 class Prompts:

@@ -165,7 +165,7 @@ class TinkerBackend(TrainingBackend):
 
         Raises:
             UnsupportedByBackendError: the loss has an entropy bonus.
-            NonFiniteUpdateError: more than `max_skipped_updates` in a row were not finite.
+            NonFiniteUpdateError: more than `MAX_SKIPPED` in a row were not finite.
         """
         from tinker import AdamParams
 

@@ -285,7 +285,7 @@ class TorchBackend(TrainingBackend):
 
         Raises:
             BatchError: `indices` is empty or not within the batch.
-            NonFiniteUpdateError: more than `max_skipped_updates` in a row were not finite.
+            NonFiniteUpdateError: more than `MAX_SKIPPED` in a row were not finite.
         """
         start = time.perf_counter()
         rows = self._selected_rows(batch, indices)

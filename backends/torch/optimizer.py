@@ -30,6 +30,10 @@ from torch import Tensor, nn
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, NonFiniteUpdateError
 
+MAX_SKIPPED = 3
+"""Updates in a row that are skipped. One bad batch must not end a long run; four in a row are no
+batch's fault."""
+
 
 @dataclass(slots=True)
 class Updates:
@@ -54,15 +58,15 @@ class Updates:
         """Count one that was not, because of what was `found` ("loss is nan").
 
         Raises:
-            NonFiniteUpdateError: more than `max_skipped_updates` in a row were not.
+            NonFiniteUpdateError: more than `MAX_SKIPPED` in a row were not.
         """
         self.skipped += 1
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row > self.config.max_skipped_updates:
+        if self.skipped_in_a_row > MAX_SKIPPED:
             raise NonFiniteUpdateError(
                 f"{found} at update {self.applied}, {self.skipped_in_a_row} in a row "
-                f"(max_skipped_updates {self.config.max_skipped_updates}); the weights are "
-                f"untouched. Lower lr ({self.config.lr:g}) or look at the batch"
+                f"(at most {MAX_SKIPPED} are skipped); the weights are untouched. Lower lr "
+                f"({self.config.lr:g}) or look at the batch"
             )
 
     def state(self) -> dict[str, int]:

@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 
 ADAPTER_NAME = "policy"
 """The name of the adapter in the engines; requests carry it as `lora_path`."""
+JOIN_TIMEOUT_S = 60.0
+"""For engines to join the sender's process group, and for each broadcast: a bucket of 512 MB takes
+that long at 70 Mbit/s. Then the version is read from disk."""
 LEAVE_S = 5.0
 """For engines and the sender to leave what has failed."""
 _FAILURES = (BackendError, OSError, RuntimeError, ValueError)
@@ -193,7 +196,6 @@ class Buckets(Transport):
     def __init__(self, lead: Lead, config: EngineConfig) -> None:
         self._lead = lead
         self._limit = config.weight_bucket_mb << 20
-        self._timeout_s = config.weight_join_timeout_s
         self._buckets: list[Bucket] = []
         self._stages = False
         """All engines hold what they take until their session ends."""
@@ -319,7 +321,7 @@ class Nccl(Buckets):
             backend = "gloo"
         self._name, self._members = f"stepwell-{uuid.uuid4().hex[:8]}", members
         world = 1 + sum(t.before.ranks for t in targets)
-        meeting = await self._ask("open", [*members], world, self._name, backend, self._timeout_s)
+        meeting = await self._ask("open", [*members], world, self._name, backend, JOIN_TIMEOUT_S)
         joining = [self._ask("join")]
         rank = 1
         for target in targets:

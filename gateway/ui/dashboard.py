@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import compress
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import orjson
 
@@ -33,6 +33,7 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.files.archive.conversations import ends_texts
+from stepwell.datapool.files.archive.lookup import Located, locate, why_closed
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.inspect.pages import ExportedTrajectory, GroupRow, Page, TrajectoryRow
@@ -52,6 +53,7 @@ from stepwell.gateway.ui.trajectories import last_words, prefixes, said, shown, 
 
 if TYPE_CHECKING:
     from stepwell.datapool.files.archive.reader import ArchiveReader
+    from stepwell.datapool.files.tombstones import Tombstone
 
 PAGE: Final = 100
 EVENTS_A_TICK: Final = 200
@@ -125,6 +127,19 @@ _EVENT_ORDERS: Final[_Orders] = {
     "prompt": itemgetter("prompt_uid"),
 }
 """Values that lists are sorted by; the archive's are `catalogue.ORDERS`."""
+
+
+class Wanted(TypedDict):
+    """The page of a list of the pool that somebody asks for."""
+
+    channel: str
+    cursor: str | None
+    search: str | None
+    """Words that its texts must have."""
+    order: str | None
+    ascending: str | None
+    """Any text: the smallest first."""
+    filters: Mapping[str, Any]
 
 
 class _Found(NamedTuple):
@@ -300,16 +315,9 @@ class Dashboard:
 
     # -- listings ----------------------------------------------------------------------------
 
-    async def groups(
-        self,
-        channel: str,
-        cursor: str | None,
-        search: str | None,
-        order: str | None,
-        ascending: str | None,
-        filters: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    async def groups(self, **wanted: Unpack[Wanted]) -> dict[str, Any]:
         """Groups with the first message of each, as `_listed`."""
+        channel, filters = wanted["channel"], wanted["filters"]
 
         async def read(cursor: str | None, limit: int) -> Page[GroupRow]:
             listed = self.pool.list_groups(channel, cursor, limit, newest_first=True, **filters)
@@ -319,42 +327,31 @@ class Dashboard:
             rows = await asyncio.to_thread(with_rewards, self._folder.path, page.items)
             return Page(tuple(rows), page.cursor)
 
-        how = search, order, ascending
-        return await self._listed(read, _GROUP_ORDERS, MOST_GROUPS, channel, cursor, *how)
+        return await self._listed(read, _GROUP_ORDERS, MOST_GROUPS, wanted)
 
-    async def trajectories(
-        self,
-        channel: str,
-        cursor: str | None,
-        search: str | None,
-        order: str | None,
-        ascending: str | None,
-        filters: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    async def trajectories(self, **wanted: Unpack[Wanted]) -> dict[str, Any]:
         """Trajectories with what was said first and last in each, as `_listed`."""
+        channel, filters = wanted["channel"], wanted["filters"]
 
         async def read(cursor: str | None, limit: int) -> Page[TrajectoryRow]:
             return await self.ask(
                 self.pool.list_trajectories(channel, cursor, limit, newest_first=True, **filters)
             )
 
-        how = search, order, ascending
-        return await self._listed(read, _TRAJECTORY_ORDERS, MOST_SORTED, channel, cursor, *how)
+        return await self._listed(read, _TRAJECTORY_ORDERS, MOST_SORTED, wanted)
 
     async def _listed(
         self,
         read: Callable[[str | None, int], Awaitable[Page[GroupRow] | Page[TrajectoryRow]]],
         orders: _Orders,
         most: int,
-        channel: str,
-        cursor: str | None,
-        search: str | None,
-        order: str | None,
-        ascending: str | None,
+        wanted: Wanted,
     ) -> dict[str, Any]:
         """Rows of the pool with their texts, the newest first, page by page. With a search or
         another order: the first ones of the `most` newest that pass the filters; `looked` says of
         how many, if there are more."""
+        channel, cursor, search = wanted["channel"], wanted["cursor"], wanted["search"]
+        order, ascending = wanted["order"], wanted["ascending"]
         value = _order_of(orders, order)
         is_newest = order in (None, "time") and not ascending and search is None
         rows: list[GroupRow | TrajectoryRow] = []
@@ -577,31 +574,23 @@ class Dashboard:
         return await asyncio.to_thread(read)
 
     async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
-        aborted: _Found | None = None
+        located: Located | None = None
         statistics = await self.ask(self.pool.get_statistics()) if step is None else {}
         if step is None:
-            for name in [channel] if channel in statistics else statistics:
-                page = await self.ask(
-                    self.pool.read_trajectories(name, None, 1, trajectory_uid=uid)
-                )
-                for exported in await asyncio.to_thread(list, page.unpack()):
-                    found = _Found(exported.trajectory, None, name, None)
-                    if exported.state != "aborted":
-                        return found
-                    aborted = found  # its steps are in the journal alone, if there is one
-        archived = await self._left(uid) if step is None else None
+            channels = [channel] if channel in statistics else statistics
+            located = await self.ask(locate(uid, self.pool, channels, self._archive))
+            if located is not None and located.is_live:
+                return _Found(located.exported.trajectory, None, located.channel, None)
+            if located is None or located.row is None:
+                await self._refuse_deleted(uid)
+        row = None if located is None or located.row is None else _told(located.row)
         if self._folder is not None:
             trained = await asyncio.to_thread(self._folder.trained, uid, step)
             if trained is not None:
-                row = None if archived is None else archived.archived
                 return _Found(trained[1].trajectory, trained[1].columns, None, trained[0], row)
-        if (left := archived or aborted) is not None:
-            return left
-        for name in statistics:
-            try:
-                why = await self.ask(self.pool.why_closed(uid, name))
-            except UnknownTrajectoryError:
-                continue
+        if located is not None:
+            return _Found(located.exported.trajectory, None, located.channel, None, row)
+        if (why := await self.ask(why_closed(uid, self.pool, statistics))) is not None:
             raise UnknownItemError(
                 f"of trajectory {uid!r:.200} nothing is kept any more: {why}", "trajectory_uid"
             )
@@ -708,35 +697,23 @@ class Dashboard:
         except InvalidRequestError as e:
             raise RequestError(str(e), "query") from e
 
-    async def _left(self, uid: str) -> _Found | None:
-        """A trajectory that left the pool or waits to be archived, or was aborted in a live
-        group."""
-        waits = await self.ask(self.pool.call(ReadDeparted(uid)))
+    async def _refuse_deleted(self, uid: str) -> None:
+        """
+        Raises:
+            UnknownItemError: the trajectory was deleted from the archive.
+        """
 
-        def read() -> _Found | None:
-            from stepwell.datapool.files.archive.reader import waiting
+        def deletion() -> Tombstone | None:
+            with _reader(self._archive) as archive:
+                return archive.was_deleted(uid)
 
-            deleted = None
-            if self._archive is not None:
-                with _reader(self._archive) as archive:
-                    found = archive.read(uid)
-                    if found is not None:
-                        row = _told(archive.find(uid)[0]) | {"feedback": archive.feedback(uid)}
-                        return _Found(found.trajectory, None, None, None, row)
-                    deleted = archive.was_deleted(uid)
-            for each, row in waiting(waits) if waits else ():
-                if row["uid"] == uid:
-                    row = _told(row) | {"feedback": []}
-                    return _Found(each.trajectory, None, None, None, row)
-            if deleted is not None and deleted.value == uid:
-                at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(deleted.at))
-                raise UnknownItemError(
-                    f"trajectory {uid!r:.200} was deleted at {at}; nothing of it is kept",
-                    "trajectory_uid",
-                )
-            return None
-
-        return await asyncio.to_thread(read)
+        deleted = None if self._archive is None else await asyncio.to_thread(deletion)
+        if deleted is not None and deleted.value == uid:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(deleted.at))
+            raise UnknownItemError(
+                f"trajectory {uid!r:.200} was deleted at {at}; nothing of it is kept",
+                "trajectory_uid",
+            )
 
     # -- curation ----------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from stepwell.backends.processes import last_lines
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient
+from stepwell.datapool.files.archive.lookup import locate_in_pool
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.layout import LOGS, SERVE_LOG
@@ -33,7 +34,7 @@ from stepwell.run.checks import agent, check_serving, named
 from stepwell.run.folder import only_run_in
 from stepwell.run.serve import logged, start_run, starting
 from stepwell.show.run import open_run
-from stepwell.show.trajectory import Opened, in_pool, opened_of, trajectory_screen
+from stepwell.show.trajectory import Opened, opened_of, trajectory_screen
 from stepwell.track.console import safe
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.data.tasks import Task, open_tasks
@@ -85,6 +86,8 @@ def config_of_try(
                 "with rollout.harness, such as mine.yaml"
             )
         name, chosen = harness, []
+        if load_config(name, overrides).rollout.harness is None:
+            raise ConfigError(f"{harness} has no rollout.harness; name one, e.g. claude_code")
     own = ["run.name=try", "run.resume=never", "rollout.agent=null"]
     own += ["rollout.n=1", "rollout.min_n=1", "rollout.max_attempts=1", "gateway.port=0"]
     if harness in PRESETS:
@@ -98,8 +101,6 @@ def config_of_try(
             tasks.flush()
             own.append(f"data={tasks.name}")
         config = load_config(name, [*own, *chosen, *overrides])
-    if config.rollout.harness is None:
-        raise ConfigError(f"{harness} has no rollout.harness; name one, e.g. claude_code")
     agent(config)
     return config, task if isinstance(asked, str) else _task(config, asked)
 
@@ -173,9 +174,9 @@ async def _rollout(
     log = logs[-1] if logs else folder
     page = await pool.list_trajectories(CHANNEL, limit=10, prompt_uid=prompt_uid)
     for row in page.items:
-        found = await in_pool(row.trajectory_uid, pool, [CHANNEL])
-        if found is not None and found.trajectory.steps:
-            return Tried(ended, log, opened_of(found, _tokens(tokenizer)))
+        found = await locate_in_pool(row.trajectory_uid, pool, [CHANNEL])
+        if found is not None and found.exported.trajectory.steps:
+            return Tried(ended, log, opened_of(found.exported, _tokens(tokenizer)))
     return Tried(ended, log)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -27,16 +26,14 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from stepwell.datapool import DataPoolClient
-from stepwell.datapool.errors import UnknownTrajectoryError
-from stepwell.datapool.files.archive.reader import ArchiveReader, fate, waiting
+from stepwell.datapool.files.archive.lookup import locate, why_closed
+from stepwell.datapool.files.archive.reader import ArchiveReader, fate
 from stepwell.datapool.files.archive.unarchived import begun, of_group
 from stepwell.datapool.files.columns import Row, to_rows
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TRAINED as FOLDER
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.pages import ExportedTrajectory, GroupRow, TrajectoryRow
-from stepwell.datapool.questions import ReadDeparted
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.run.folder import archive_folder
@@ -302,9 +299,15 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
             raise ConfigError(
                 f"{deleted.kind} {deleted.value!r} was deleted at {at}; nothing of it is kept"
             )
-        if found is None and view.files.trained(uid) is None:
-            await _tell_why_closed(uid, view)
         if found is None:
+            channels = await view.pool.get_statistics()
+            why = await why_closed(uid, view.pool, channels)
+            if why is not None and view.files.trained(uid) is None:
+                raise ConfigError(
+                    f"of trajectory {uid!r} nothing is kept any more: {why}; what leaves is "
+                    "archived with pool.archive.enabled, for pool.archive.keep_days and up to "
+                    "max_gb"
+                )
             found = await asyncio.to_thread(_in_sample, uid, view)
     return found if isinstance(found, Several) else _with_steps(found, tokens)
 
@@ -323,37 +326,16 @@ def _with_steps(found: Found, tokens: Tokens | None) -> Opened:
 
 async def _find(uid: str, view: RunView, archive: ArchiveReader) -> Found | Several | None:
     """The trajectory or the group with this very uid; None: neither pool nor archive has one."""
+    channels = await view.pool.get_statistics()
+    located = await locate(uid, view.pool, channels, archive_folder(view.folder))
+    if located is not None:
+        if located.row is not None and view.files.trained(uid) is not None:
+            return (await asyncio.to_thread(_in_sample, uid, view))._replace(archived=located.row)
+        return Found(located.exported, located.row)
     rows = await asyncio.to_thread(archive.find, uid)
-    own = [row for row in rows if row["uid"] == uid]
-    live = await in_pool(uid, view.pool, [*await view.pool.get_statistics()])
-    if live is not None and live.state != "aborted":  # the steps of that are in the journal alone
-        return Found(live)
-    if own:
-        archived = own[0] | {"feedback": archive.feedback(uid)}
-        if view.files.trained(uid) is not None:
-            return (await asyncio.to_thread(_in_sample, uid, view))._replace(archived=archived)
-        return Found(await asyncio.to_thread(_archived, uid, archive), archived)
-    if (waits := await _waiting(uid, view.pool)) is not None:
-        return Found(waits[0], waits[1] | {"feedback": []})
-    if live is not None:
-        return Found(live)
     group = [row for row in rows if row["prompt_uid"] == uid]
     group += await of_group(view.pool, uid)
     return Several(list({row["uid"]: row for row in group}.values())) if group else None
-
-
-async def _tell_why_closed(uid: str, view: RunView) -> None:
-    """
-    Raises:
-        ConfigError: the pool remembers the trajectory, of which nothing is kept any more.
-    """
-    for channel in await view.pool.get_statistics():
-        with suppress(UnknownTrajectoryError):
-            why = await view.pool.why_closed(uid, channel)
-            raise ConfigError(
-                f"of trajectory {uid!r} nothing is kept any more: {why}; what leaves is archived "
-                "with pool.archive.enabled, for pool.archive.keep_days and up to max_gb"
-            )
 
 
 def opened_of(
@@ -377,31 +359,6 @@ def opened_of(
             both = zip(row["loss_mask"][start:end], mask, strict=True)
             row["loss_mask"][start:end] = [int(a and b > 0) for a, b in both]
     return Opened(rows, tokens, trained)
-
-
-def _archived(uid: str, archive: ArchiveReader) -> ExportedTrajectory:
-    if (found := archive.read(uid)) is None:
-        raise ConfigError(f"trajectory {uid!r} left the archive meanwhile; it was the oldest")
-    return found
-
-
-async def in_pool(
-    uid: str, pool: DataPoolClient, channels: Sequence[str]
-) -> ExportedTrajectory | None:
-    """The trajectory, as the pool has it in one of these channels."""
-    for channel in channels:
-        page = await pool.read_trajectories(channel, trajectory_uid=uid)
-        for exported in page.unpack():
-            return exported
-    return None
-
-
-async def _waiting(
-    uid: str, pool: DataPoolClient
-) -> tuple[ExportedTrajectory, dict[str, Any]] | None:
-    """A trajectory that waits to be archived, or was aborted in a live group; and its end."""
-    rows = await pool.call(ReadDeparted(uid))
-    return next((each for each in waiting(rows) if each[0].trajectory.trajectory_uid == uid), None)
 
 
 def _in_sample(uid: str, view: RunView) -> Found:

@@ -29,6 +29,7 @@ from stepwell.backends.errors import (
 )
 from stepwell.backends.tinker.backend import TinkerBackend
 from stepwell.backends.torch.backend import TorchBackend
+from stepwell.backends.torch.optimizer import MAX_SKIPPED
 from stepwell.backends.weights import WeightStore
 from stepwell.trainer.metrics import read_metrics
 from tests.backends.engines.conftest import save_qwen3
@@ -178,11 +179,12 @@ def test_a_loss_that_is_not_finite_changes_nothing(server: TinkerServer, folder:
     def spoilt(log_probs: torch.Tensor, entropy: Any, columns: Any) -> LossOutput:
         return LossOutput(log_probs.sum() * float("nan"), {})
 
-    backend = TinkerBackend(config(server, max_skipped_updates=1), folder)
+    backend = TinkerBackend(config(server), folder)
     batch = batch_of(backend)
     before = backend.compute_log_probs(batch)
-    assert backend.train_step(batch, spoilt)["skipped"] == 1.0
-    with pytest.raises(NonFiniteUpdateError, match="2 in a row"):
+    for _ in range(MAX_SKIPPED):
+        assert backend.train_step(batch, spoilt)["skipped"] == 1.0
+    with pytest.raises(NonFiniteUpdateError, match=f"{MAX_SKIPPED + 1} in a row"):
         backend.train_step(batch, spoilt)
     torch.testing.assert_close(backend.compute_log_probs(batch), before)
     assert server.params == []

@@ -35,6 +35,7 @@ from stepwell.backends.errors import (
 )
 from stepwell.backends.rows import build_rows, micro_batches
 from stepwell.backends.torch.backend import TorchBackend, TorchBatch
+from stepwell.backends.torch.optimizer import MAX_SKIPPED
 from stepwell.datapool.types import Step
 from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn
 from stepwell.trainer.config import LossConfig
@@ -379,7 +380,7 @@ def test_the_gradient_is_clipped_to_the_global_norm(model_path: Path) -> None:
 def test_a_non_finite_update_is_skipped_and_counted_and_leaves_the_weights_alone(
     model_path: Path,
 ) -> None:
-    trained = backend(model_path, max_skipped_updates=1, lr=1e-2)
+    trained = backend(model_path, lr=1e-2)
     loss_fn = make_loss_fn(LossConfig())
     good = with_columns(trained.convert(random_steps(1)))
     bad = with_columns(trained.convert(random_steps(1)))
@@ -391,8 +392,9 @@ def test_a_non_finite_update_is_skipped_and_counted_and_leaves_the_weights_alone
     assert trained.updates == 1
     torch.testing.assert_close(trained.compute_log_probs(good), before, atol=0, rtol=0)
     assert trained.train_step(good, loss_fn)["skipped_updates"] == 1  # a good one starts anew
-    trained.train_step(bad, loss_fn)
-    with pytest.raises(NonFiniteUpdateError, match="2 in a row") as e:
+    for _ in range(MAX_SKIPPED):
+        trained.train_step(bad, loss_fn)
+    with pytest.raises(NonFiniteUpdateError, match=f"{MAX_SKIPPED + 1} in a row") as e:
         trained.train_step(bad, loss_fn)
     assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
     assert torch.isfinite(trained.compute_log_probs(good)).all()
@@ -400,10 +402,12 @@ def test_a_non_finite_update_is_skipped_and_counted_and_leaves_the_weights_alone
 
 def test_a_log_prob_that_the_engine_did_not_send_spoils_the_loss_loudly(model_path: Path) -> None:
     """`rollout_log_probs` taken for `prox_log_probs` by mistake: NaN, not 0.0."""
-    trained = backend(model_path, max_skipped_updates=0)
+    trained = backend(model_path)
     steps = [replace(s, rollout_log_probs=None) for s in random_steps(1)]
     batch = with_columns(trained.convert(steps))
     batch.columns["prox_log_probs"] = batch.columns["rollout_log_probs"]
+    for _ in range(MAX_SKIPPED):
+        assert trained.train_step(batch, make_loss_fn(LossConfig()))["skipped"] == 1
     with pytest.raises(NonFiniteUpdateError, match="loss is nan"):
         trained.train_step(batch, make_loss_fn(LossConfig()))
 

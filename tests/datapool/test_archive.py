@@ -22,6 +22,7 @@ from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, a
 from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
+from stepwell.datapool.files.archive.lookup import locate, why_closed
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate, parse, waiting
 from stepwell.datapool.files.archive.unarchived import begun
 from stepwell.datapool.files.deletion import delete_from_journals
@@ -225,6 +226,53 @@ async def test_what_is_live_or_waits_is_listed_by_the_beginning_of_its_uid(tmp_p
         assert [row["uid"] for row in await begun(pool, "group-of-g")] == ["gone-1", "gone-2"]
         assert await begun(pool, "nobody") == []
         assert await begun(pool, "") == []
+
+
+async def test_a_uid_is_found_live_then_archived_then_waiting_then_aborted(tmp_path):
+    config = PoolConfig(archive=ArchiveConfig(dir=tmp_path / "archive"))
+    async with DataPoolClient.local(config, tmp_path / "pool") as pool:
+        for uid, group in (("live", "p"), ("aborted", "p"), ("waits", "q")):
+            await pool.submit_step(step_of(uid, group, prompt_ids=[1]))
+        await pool.abort_trajectory("aborted", "timeout")
+        await pool.drop_group("q", "too long")
+
+        async def found(uid, archive=tmp_path / "archive"):
+            return await locate(uid, pool, ["train", "val"], archive)
+
+        live = await found("live")
+        assert (live.channel, live.is_live, live.row) == ("train", True, None)
+        assert (await found("live", None)).is_live
+        waits = await found("waits")
+        assert (waits.channel, waits.is_live, waits.row["drop_reason"]) == (None, False, "too long")
+        assert waits.row["feedback"] == []
+        aborted = await found("aborted")  # with its steps, which are in the journal alone
+        assert (aborted.exported.reason, len(aborted.exported.trajectory.steps)) == ("timeout", 1)
+        assert await found("nobody") is None
+        assert await why_closed("nobody", pool, ["train", "val"]) is None
+        assert "dropped" in await why_closed("waits", pool, ["val", "train"])
+
+    async with DataPoolClient.local(PoolConfig(durability="none")) as pool:
+        await pool.submit_step(step_of("aborted", "p", prompt_ids=[1]))
+        await pool.submit_step(step_of("live", "p", prompt_ids=[1]))
+        await pool.abort_trajectory("aborted", "timeout")
+        bare = await locate("aborted", pool, ["train"], None)
+        assert (bare.channel, bare.is_live, bare.row) == ("train", False, None)
+        assert list(bare.exported.trajectory.steps) == []
+
+
+def test_what_is_archived_is_found_there_with_feedback_that_came_late(run):
+    run.train("t")
+    assert run.pool("set_reward", "t", 0.5) == "late"
+    run.archive()
+
+    async def found_by_another_pool():  # which knows nothing of it
+        async with DataPoolClient.local(PoolConfig(durability="none")) as other:
+            return await locate("t", other, ["train"], run.path / "archive")
+
+    found = asyncio.run(found_by_another_pool())
+    assert (found.row["left"], found.channel, found.is_live) == ("acked", None, False)
+    assert [late["reward"] for late in found.row["feedback"]] == [0.5]
+    assert found.exported.trajectory.steps[0].response_ids.tolist() == [7, 8, 9]
 
 
 # -- a crash ---------------------------------------------------------------------------------------

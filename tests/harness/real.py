@@ -36,9 +36,10 @@ from stepwell.trainer.rollout.harness import Harness, folder_of_worker
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.gateway.conftest import World, one_thread, worlds
 from tests.helpers import reserved_port
+from tests.trainer.test_harness import scratch
 from tests.trainer.test_rollout import RecordingGateway, gateway
 
-__all__ = ["gateway", "one_thread", "worlds"]
+__all__ = ["gateway", "one_thread", "scratch", "worlds"]
 
 WRITE = "echo 5 > answer"
 TASK = {"instance_id": "sum", "question": "Write 2 + 3 into the file answer.", "answer": "5"}
@@ -75,7 +76,6 @@ async def test_a_rollout_of_the_real_program_is_exact_and_one_branch(
         {
             "preset": name,
             "timeout_s": 200,
-            "scratch": tmp_path / "scratch",
             "grade": {"command": ["sh", "-c", 'test "$(cat answer)" = {task.answer}']},
         }
     )
@@ -87,7 +87,7 @@ async def test_a_rollout_of_the_real_program_is_exact_and_one_branch(
     steps = world.stored()
     assert [s.parent_index for s in steps] == [None, *range(len(steps) - 1)], said.read_text()
     assert len(steps) == len(REPLIES[name])
-    assert not [*folder_of_worker(tmp_path / "scratch").iterdir()]
+    assert not [*folder_of_worker(tmp_path / "s").iterdir()]
 
 
 async def test_bubblewrap_hides_homes_and_writes_nowhere_else(
@@ -160,7 +160,6 @@ def in_podman(tmp_path: Path, image: str, script: str, **keys: Any) -> Harness:
         "command": ["bash", "-c", script],
         "env": {"BASE": "{base_url}", "KEY": "{api_key}"},
         "sandbox": {"kind": "podman", "image": image},
-        "scratch": tmp_path / "s",
         "grade": {"command": ["bash", "-c", 'test "$(cat answer)" = "It is 5"']},
         **keys,
     }
@@ -237,7 +236,6 @@ async def test_a_hundred_bad_rollouts_of_a_sandbox_are_lost_each_with_its_reason
         "command": ["bash", "-c", f'case "$1" in\n{cases}\nesac', "bash", "{task.prompt}"],
         "limits": {"processes": 40, "disk_mb": 8, "files": 500, "output_mb": 1, "memory_mb": 512},
         "sandbox": sandbox,
-        "scratch": str(tmp_path / "s"),
         "grade": {"command": ["true"]},
     }
     ends: Counter[str] = Counter()

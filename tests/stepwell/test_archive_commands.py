@@ -86,6 +86,8 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
         assert len(rows) == 4
     refused = told(capsys, "data", "query", "", run, "--order", "size", code=2)
     assert "--order is 'size'; there are time, uid," in refused
+    refused = told(capsys, "data", "query", "", run, "--order", "relevance", code=2)
+    assert "--order is relevance, which is of --search TEXT" in refused
     path = tmp_path / "some.parquet"
     told(capsys, "data", "query", "left == 'acked'", run, "--to", path)
     assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]

@@ -8,6 +8,7 @@ import pytest
 
 from stepwell.show.attempt import config_of_try
 from stepwell.trainer.config.harness import HarnessConfig
+from stepwell.trainer.errors import ConfigError
 from tests.e2e.conftest import ROOT
 
 
@@ -26,3 +27,10 @@ def test_a_preset_is_tried_on_the_model_of_any_configuration(
     harness = HarnessConfig(preset="codex")
     assert config.rollout.harness == harness.model_copy(update={"timeout_s": 900.0} if keys else {})
     assert task["question"] == "Write it."
+
+
+def test_a_configuration_without_a_harness_has_nothing_to_try(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: quickstart\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml has no rollout\.harness; name one, e\.g"):
+        config_of_try(str(mine), "Write it.", None, [])

@@ -327,6 +327,20 @@ def test_what_is_served_is_checked_too(
     assert "chat template" in model
 
 
+def test_several_engines_share_no_port(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(train(folder, "engine.port=31999", "cluster.engines=2")) == 2
+    said = capsys.readouterr().err
+    assert "engine.port is 31999, but cluster.engines is 2: they cannot share it" in said
+
+
+def test_a_run_of_conversations_alone_serves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["serve", "--config", "sft", "rollout.agent=null", f"run.dir={tmp_path}"]
+    assert main([*argv, "data.sft=conversations.jsonl", "data.val=null"]) == 2
+    assert "nothing is served; use `stepwell train`" in capsys.readouterr().err
+
+
 def on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch, has: float, *more: str) -> None:
     monkeypatch.setattr(checks, "_machine_bytes", lambda: int(has))
     checks.memory(small_config(folder, "backend.device=cpu", *more))

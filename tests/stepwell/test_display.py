@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.datapool.log_files import logging_to
-from stepwell.track.console import Display, sparkline
+from stepwell.track.console import Display, all_safe, sparkline
 from stepwell.trainer.validation import Evaluation
 
 RECORD = {
@@ -129,3 +129,28 @@ def test_of_overlapping_windows_of_one_look_the_newest_is_said(
     assert said.count("evaluation at step") == 2
     assert "step 9: score 0.125" in said
     assert "step 10: score 0.500, 8 rollouts of version 5" in said
+
+
+def test_rollouts_that_failed_stand_at_the_end_of_the_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    display = Display("demo", "plain")
+    display.step(RECORD | {"rollouts/failed": 3})
+    display.step(RECORD | {"rollouts/failed": 0})
+    some, none = capsys.readouterr().out.splitlines()
+    assert some.endswith("v7  (3 rollouts failed)")
+    assert none.endswith("v7")
+
+
+def test_a_batch_of_which_nothing_was_trained_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    Display("demo", "plain").step({k: v for k, v in RECORD.items() if k != "loss"})
+    assert "no signal 38%  not trained" in capsys.readouterr().out
+
+
+def test_text_of_agents_moves_no_cursor_and_turns_no_line_around() -> None:
+    row = {"said": ["\x1b[2J", "a\nb", ("\u202eabc",)], "n\x07": 3, "none": None}
+    assert all_safe(row) == {
+        "said": [r"\x1b[2J", "a\nb", [r"\u202eabc"]],
+        r"n\x07": 3,
+        "none": None,
+    }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
@@ -21,6 +23,14 @@ from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import MetricsWriter
 
 MODEL = load_config("quickstart").model.path
+
+
+class Usage(NamedTuple):
+    """As `shutil.disk_usage` has it."""
+
+    total: int
+    used: int
+    free: int
 
 
 @pytest.fixture
@@ -59,6 +69,11 @@ def test_a_model_that_does_not_stop_at_the_end_of_a_turn_is_told(model: Path) ->
     [
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "becomes a branch"),
         (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+            "{% if not loop.last %}<|im_end|>{% endif %}\n{% endfor %}",
+            "branch",
+        ),
+        (
             "{% for m in messages %}{% if loop.last or m.role != 'user' %}<|im_start|>"
             "{{ m.role }}\n"
             "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -75,6 +90,22 @@ def test_a_template_whose_turns_do_not_extend_each_other_is_told(
     (found,) = doctor.chat_template(str(model))
     assert found.state == "warning"
     assert words in found.text
+
+
+def test_a_tokenizer_without_a_configuration_beside_it_is_taken_as_it_is(model: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (model / name).unlink()
+    (found,) = doctor.tokenizer(str(MODEL), model)
+    assert (found.state, "ids up to" in found.text) == ("ok", True)
+
+
+def test_what_is_not_installed_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "requires", requires)
+    (found,) = doctor.packages()
+    assert (found.state, found.remedy) == ("warning", "pip install -e .")
 
 
 def test_packages_that_lack_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +133,17 @@ def test_a_cpu_that_does_not_compute_in_bfloat16_is_told(
         assert found[1].remedy == "engine.dtype=float32"
 
 
+def test_a_torch_that_sees_no_gpu_where_there_is_one_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("stepwell.backends.engines.commands.has_gpu", lambda: True)
+    (found,) = doctor.torch_device(None)
+    assert found.state == "problem"
+    assert "sees no GPU, but this machine has one" in found.text
+    assert "nvidia-smi" in found.remedy
+
+
 def test_the_time_of_bfloat16_is_measured() -> None:
     assert doctor.bfloat16_by_float32() > 0
 
@@ -115,6 +157,55 @@ def test_a_disk_that_is_nearly_full_is_told_and_nothing_is_left(
     (found,) = doctor.disk(tmp_path, None)
     assert (found.state, found.remedy.startswith("free space")) == ("warning", True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "WRITE_BYTES", 1 << 20)
+    monkeypatch.setattr(doctor, "FEW_BYTES", 0)
+    monkeypatch.setattr(doctor, "SLOW_DISK", 1e18)
+    (found,) = doctor.disk(tmp_path, None)
+    assert (found.state, found.remedy) == (
+        "warning",
+        "set run.dir to a local disk: weights go through it",
+    )
+
+
+@pytest.mark.parametrize(("durability", "state"), [("power", "warning"), ("process", "ok")])
+def test_a_disk_that_syncs_slowly_is_told_to_a_journal_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, state: str
+) -> None:
+    monkeypatch.setattr(doctor, "WRITE_BYTES", 1 << 20)
+    monkeypatch.setattr(doctor, "FEW_BYTES", 0)
+    monkeypatch.setattr(doctor, "SLOW_DISK", 0)
+    monkeypatch.setattr(doctor, "_sync_s", lambda file: 1.0)
+    config = load_config("quickstart", [f"pool.durability={durability}"])
+    (found,) = doctor.disk(tmp_path, config)
+    assert (found.state, "1000.0 ms per sync" in found.text) == (state, True)
+    assert ("pool.journal_dir" in found.remedy) == (state == "warning")
+
+
+def test_shared_memory_that_is_too_small_for_rays_store_is_told_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str | None, int]] = []
+
+    @contextmanager
+    def connected(address: str | None, namespace: str, size: int) -> Iterator[None]:
+        asked.append((address, size))
+        yield
+
+    monkeypatch.setattr(doctor, "connected", connected)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(10 << 20, 0, 10 << 20))
+    config = load_config("quickstart", ["cluster.object_store_mb=300"])
+    small, started = doctor.ray_starts(config)
+    assert (small.state, "has 10 MB free, Ray's store takes 300 MB" in small.text) == (
+        "warning",
+        doctor.SHM.is_dir(),
+    )
+    assert (started.state, started.text.startswith("starts in")) == ("ok", True)
+    (found,) = doctor.ray_starts(load_config("quickstart", ["cluster.address=10.0.0.2:6379"]))
+    assert found.text.startswith("at 10.0.0.2:6379 answers in")
+    assert asked == [(None, 300), ("10.0.0.2:6379", 256)]
 
 
 def test_every_finding_comes_also_after_a_problem(

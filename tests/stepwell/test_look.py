@@ -9,6 +9,7 @@ import json
 import shutil
 import socket
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ from stepwell.datapool.sealed import sealed
 from stepwell.datapool.store.reading import StoppedJournal
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.ui.run_folder import RunFolder
-from stepwell.run.folder import GatewayPart, begin, read_run
+from stepwell.run.folder import GatewayPart, begin, only_run_in, read_run
 from stepwell.show.run import RunView
 from stepwell.show.status import read_status, status_screen
 from tests.datapool.conftest import JournaledPool
@@ -455,6 +456,19 @@ def test_the_run_that_is_meant_is_found(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").symlink_to(run.parent)
     assert told(capsys, "status")["run"] == "mine"
+
+
+def test_of_several_runs_that_are_alive_one_has_to_be_named(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as alive:
+        for name in ("one", "two"):
+            folder = tmp_path / "runs" / name
+            alive.enter_context(only_run_in(folder))
+            begin(load_config("quickstart", [f"run.dir={folder}"]))
+        found = said(capsys, "status", code=2)
+    assert "several runs are alive; name one: runs/one, runs/two" in found
 
 
 async def test_a_pool_that_does_not_answer_is_told_with_the_rest(

@@ -232,6 +232,17 @@ BUNDLES = [
 ]
 
 
+def test_parts_of_a_gpu_that_have_no_number_stand_behind_those_that_have() -> None:
+    bundles = [
+        Bundle(0, "10.0.0.2", "a", ("MIG-b",)),
+        Bundle(1, "10.0.0.2", "a", ("10",)),
+        Bundle(2, "10.0.0.2", "a", ("MIG-a",)),
+        Bundle(3, "10.0.0.2", "a", ("9",)),
+        Bundle(4, "10.0.0.2", "a", ("0", "1")),
+    ]
+    assert [bundle.number for bundle in stable_order(bundles)] == [3, 1, 2, 0, 4]
+
+
 @given(st.randoms(use_true_random=False))
 def test_the_order_does_not_depend_on_the_numbers_that_ray_gives(rng: random.Random) -> None:
     numbers = rng.sample(range(len(BUNDLES)), len(BUNDLES))

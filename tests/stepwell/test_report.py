@@ -8,6 +8,7 @@ import pytest
 
 from stepwell.track.summary import plot_reward, read_summary, summarise, write_summary
 from stepwell.trainer.progress import Progress
+from stepwell.trainer.validation import Evaluation
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
@@ -39,6 +40,33 @@ def test_a_run_that_ended_before_its_first_step_has_a_plot_too(tmp_path: Path) -
 def test_an_evaluation_alone_has_a_summary_without_trained_trajectories() -> None:
     summary = summarise("demo", [{"step": 120, "val/score": 0.5}], Progress(updates=120), 0)
     assert (summary["optimizer_steps"], summary["trajectories_trained"]) == (120, 0)
+
+
+def test_a_batch_of_several_epochs_is_counted_once_and_what_is_not_known_is_no_zero() -> None:
+    def record(step: int, **known: float) -> dict[str, float]:
+        return {"step": step, "trajectories": 8, "pool/dropped": step, "time/step_s": 2.0} | known
+
+    records = [
+        record(1, **{"reward/mean": 0.25, "tokens_per_s": 100.0, "wait/trainer_starved": 0.5}),
+        record(2, ppo_epoch=1, tokens_per_s=300.0),
+        record(3, log_prob_gap=0.5),
+    ]
+    summary = summarise("demo", records, Progress(updates=3), 3 << 30)
+    assert (summary["trajectories_trained"], summary["groups_dropped"]) == (16, 3)
+    assert (summary["rewards"], summary["tokens_per_s_mean"]) == ([0.25], 200.0)
+    assert (summary["log_prob_gap_max"], summary["staleness_mean"]) == (0.5, None)
+    assert summary["trainer_starved"] == pytest.approx(0.5 / 3)
+    assert (summary["eval_before"], summary["eval_after"]) == (None, None)
+
+
+def test_a_score_before_is_one_of_the_untrained_weights_alone() -> None:
+    resumed = Progress(evaluations=[Evaluation(20, 0.5, None, 8, 1, weights_step=20)])
+    summary = summarise("demo", [], resumed, 0)
+    assert (summary["eval_before"], summary["eval_after"]) == (None, 0.5)
+    assert summary["eval_rollouts_failed"] == 1
+    fresh = Progress(evaluations=[Evaluation(0, 0.25, None, 8, 0), *resumed.evaluations])
+    summary = summarise("demo", [], fresh, 0)
+    assert (summary["eval_before"], summary["eval_after"]) == (0.25, 0.5)
 
 
 def test_the_summary_is_json(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 
 from stepwell import RunUnavailableError, load_config
 from stepwell.cli.main import main
+from stepwell.cluster.address import RayPart
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.store.journal import Journal
 from stepwell.layout import RUN_FILE
+from stepwell.run.find import find_run
 from stepwell.run.folder import begin, holder, live_run, only_run_in
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +112,28 @@ def test_a_killed_run_is_seen_not_to_be_alive_and_the_next_one_is(tmp_path: Path
             live_run(tmp_path)
         begin(config(tmp_path))
         assert live_run(tmp_path).pid == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "reaches"),
+    [
+        ("elsewhere", "127.0.0.1:6379", False),
+        ("elsewhere", "10.0.0.2:6379", True),
+        (socket.gethostname(), "127.0.0.1:6379", True),
+    ],
+)
+def test_a_run_whose_ray_listens_on_another_machines_loopback_is_out_of_reach(
+    tmp_path: Path, host: str, address: str, reaches: bool
+) -> None:
+    with only_run_in(tmp_path):
+        part = RayPart(address=address, namespace="stepwell-x", auth_mode="token")
+        run = begin(config(tmp_path)).model_copy(update={"host": host, "ray": part})
+        run.write(tmp_path)
+        if reaches:
+            assert find_run(tmp_path) == (tmp_path, run)
+        else:
+            with pytest.raises(RunUnavailableError, match=r"is on elsewhere, .*\(cluster\.address"):
+                find_run(tmp_path)
 
 
 def test_a_file_that_is_damaged_is_one_clear_error(tmp_path: Path) -> None:

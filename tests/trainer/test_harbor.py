@@ -22,9 +22,10 @@ from stepwell.trainer.rollout.harbor import HarborLayout
 from stepwell.trainer.rollout.harness import Harness
 from stepwell.trainer.rollout.sandboxes import SANDBOXES, SandboxRequest
 from stepwell.trainer.rollout.worker import RolloutWorker
+from tests.trainer.test_harness import scratch
 from tests.trainer.test_rollout import RecordingGateway, gateway
 
-__all__ = ["gateway"]
+__all__ = ["gateway", "scratch"]
 
 TASKS = Path(__file__).parent / "harbor_tasks"
 URL = "http://127.0.0.1:9/u/p"
@@ -44,9 +45,7 @@ def tasks(path: Path = TASKS) -> list[dict[str, Any]]:
 
 def harness(tmp_path: Path, script: str) -> Harness:
     return Harness(
-        HarnessConfig.model_validate(
-            {"command": ["sh", "-c", script, "sh", "{task.prompt}"], "scratch": tmp_path / "s"}
-        ),
+        HarnessConfig.model_validate({"command": ["sh", "-c", script, "sh", "{task.prompt}"]}),
         logs=tmp_path / "logs",
     )
 
@@ -99,7 +98,7 @@ async def test_folders_that_the_agent_spoilt_are_made_anew(tmp_path: Path, scrip
 async def test_rollouts_of_a_task_complete_with_its_reward(
     tmp_path: Path, gateway: RecordingGateway
 ) -> None:
-    section = {"command": ["sh", "-c", SOLVE, "sh", "{task.prompt}"], "scratch": tmp_path / "s"}
+    section = {"command": ["sh", "-c", SOLVE, "sh", "{task.prompt}"]}
     worker = RolloutWorker(RolloutConfig.model_validate({"harness": section}), [gateway.url])
     for task in tasks():
         assert await worker.run_group(task, "g", 2) == {"complete": 2}

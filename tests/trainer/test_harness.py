@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,12 +31,20 @@ TASK = {"instance_id": "t/1", "question": "What is 2 + 3?", "answer": "5"}
 URL = "http://127.0.0.1:9/u/p"
 
 
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's temporary folder, in which rollouts have theirs."""
+    folder = tmp_path / "s"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
 def shell(script: str, **keys: Any) -> dict[str, Any]:
     return {"command": ["sh", "-c", script], "timeout_s": 20, **keys}
 
 
 def harness(tmp_path: Path, script: str, **keys: Any) -> Harness:
-    keys = {"scratch": str(tmp_path / "s"), **keys}
     config = HarnessConfig.model_validate(shell(script) | keys)
     return Harness(config, logs=tmp_path / "logs")
 
@@ -305,7 +314,7 @@ async def test_many_rollouts_of_bad_harnesses_are_lost_each_with_its_reason(
 
     async def run(timeout_s: float, kinds: Sequence[str]) -> None:
         harness = {"command": command, "timeout_s": timeout_s, "limits": SMALL}
-        harness |= {"scratch": str(tmp_path / "s"), "grade": {"command": ["true"]}}
+        harness |= {"grade": {"command": ["true"]}}
         config = RolloutConfig.model_validate({"harness": harness, "max_attempts": 1, "n": n})
         worker = RolloutWorker(config, [gateway.url], logs=tmp_path / "logs")
         groups = (
@@ -355,11 +364,10 @@ async def test_an_attempt_that_the_machine_failed_is_made_again_and_not_counted(
 
 
 async def test_set_up_run_and_grading_of_different_rollouts_overlap(
-    tmp_path: Path, gateway: RecordingGateway
+    tmp_path: Path, scratch: Path, gateway: RecordingGateway
 ) -> None:
     """With one slot: an agent runs until the next one's folder is there, and its grading until the
     next agent runs; neither would come to an end otherwise."""
-    scratch = tmp_path / "s"
     (tmp_path / "template").mkdir()
     (tmp_path / "template" / "given").touch()
     (tmp_path / "begun").mkdir()
@@ -374,7 +382,7 @@ async def test_set_up_run_and_grading_of_different_rollouts_overlap(
         f"[ $(cat n) = 2 ] || until [ -e {tmp_path}/begun/$(($(cat n) + 1)) ]; do sleep 0.05; done"
     )
     section = shell(script, timeout_s=60, workdir=str(tmp_path / "template"))
-    section |= {"scratch": str(scratch), "grade": {"command": ["sh", "-c", next_runs]}}
+    section |= {"grade": {"command": ["sh", "-c", next_runs]}}
     given = {"harness": section, "concurrency": 1, "max_attempts": 1}
     worker = RolloutWorker(RolloutConfig.model_validate(given), [gateway.url])
     assert await worker.run_group(TASK, "g", 3) == {"complete": 3}
@@ -388,7 +396,7 @@ async def test_at_most_twice_as_many_rollouts_as_run_at_once_have_a_folder(
 ) -> None:
     seen = tmp_path / "seen"
     script = f"ls -d {tmp_path}/s/*/*/work | wc -l >> {seen}"
-    section = shell(script, timeout_s=60, scratch=str(tmp_path / "s"))
+    section = shell(script, timeout_s=60)
     section |= {"grade": {"command": ["sh", "-c", script]}}
     given = {"harness": section, "concurrency": 2, "max_attempts": 1}
     worker = RolloutWorker(RolloutConfig.model_validate(given), [gateway.url])
@@ -401,7 +409,7 @@ async def test_a_set_up_that_fails_is_its_rollouts_own_loss(
     tmp_path: Path, gateway: RecordingGateway
 ) -> None:
     section = shell("true", workdir=f"{tmp_path}/{{task.metadata.repo}}")
-    section |= {"scratch": str(tmp_path / "s"), "grade": {"command": ["true"]}}
+    section |= {"grade": {"command": ["true"]}}
     given = {"harness": section, "max_attempts": 1}
     worker = RolloutWorker(
         RolloutConfig.model_validate(given), [gateway.url], logs=tmp_path / "logs"

@@ -50,7 +50,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_preset_calls_the_gateway_and_nobody_else(
     name: str, tmp_path: Path, installed: None
 ) -> None:
-    harness = Harness(HarnessConfig(preset=name, scratch=tmp_path / "s"))
+    harness = Harness(HarnessConfig(preset=name))
     rollout = Rollout(harness, "r", tmp_path / "r", TASK)
     rollout.prepare()
     rollout.write_files(URL, "the-key")

@@ -164,8 +164,6 @@ class HarnessConfig(Section):
     sandbox: SandboxChoice = SandboxChoice()
     grade: GradeConfig | None = None
     """The score; null: `rollout.reward` scores the transcript."""
-    scratch: Path | None = None
-    """Folder that the rollouts' folders are made in; null: the system's temporary folder."""
     keep_logs: int = Field(default=200, ge=0)
     """Logs of rollouts that are kept, in `logs/harness` of the run; the newest."""
 

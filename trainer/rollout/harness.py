@@ -100,8 +100,7 @@ class Harness:
         """Pulls, by image."""
         self.path = path_of(os.environ.get("PATH", os.defpath))
         self._check()
-        self._scratch = config.scratch or Path(tempfile.gettempdir())
-        self._scratch.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.gettempdir())
         remove_abandoned(self._scratch)
 
     async def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str) -> float | None:

@@ -11,6 +11,7 @@
     archiver.py        the process of a pool that writes them
     reader.py          what anybody asks of an archive: find, list, query, check, delete
     unarchived.py      what its files do not have yet: live, or waiting
+    lookup.py          one trajectory, wherever it is
 
 Whoever writes holds the lock of its shard. Readers deduplicate by channel, uid, attempt and part.
 """

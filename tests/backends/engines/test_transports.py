@@ -30,7 +30,13 @@ from stepwell.backends.engines.api import Bucket, EngineState
 from stepwell.backends.engines.client import EMBEDDED, EngineClient
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineRequestError, WeightUpdateError
-from stepwell.backends.weights import Transport, WeightStore, build_transport, publish
+from stepwell.backends.weights import (
+    Transport,
+    WeightStore,
+    build_transport,
+    publish,
+    transports,
+)
 from stepwell.backends.weights.delta import write_delta
 from stepwell.backends.weights.digest import checkpoint_hashes
 from stepwell.backends.weights.ipc import read_shared
@@ -253,14 +259,20 @@ async def test_a_publication_that_comes_to_nothing_leaves_no_weights_behind(
 
 
 async def test_a_group_that_breaks_leaves_the_version_on_disk_to_be_read(
-    client: EngineClient, model_dirs: Any, reference: Callable[..., Any], caplog: Any
+    client: EngineClient,
+    model_dirs: Any,
+    reference: Callable[..., Any],
+    caplog: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(transports, "JOIN_TIMEOUT_S", 5.0)
+
     class Breaks(Sender):
         def broadcast(self, number: int) -> None:
             self.leave()
             raise RuntimeError("the cable is out")
 
-    broken = transport_of("nccl", Breaks().call, weight_join_timeout_s=5)
+    broken = transport_of("nccl", Breaks().call)
     done = await publish([client], str(model_dirs.new), 1, "retract", transport=broken)
     assert done.fenced == {}
     assert "version 1 is read from disk: " in caplog.text
