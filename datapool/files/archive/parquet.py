@@ -327,7 +327,10 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
     data = path.read_bytes()
     check_bytes(path, data)
     with _telling(path):
-        return pq.read_table(io.BytesIO(data), columns=columns)
+        # `pq.read_table` takes a third longer for a small file: it makes a dataset of it first.
+        table = pq.ParquetFile(pa.BufferReader(data)).read(columns)
+    known = table.schema.metadata or {}
+    return table.replace_schema_metadata({key: known[key] for key in known if key != SEAL})
 
 
 def check_bytes(path: Path, data: bytes) -> int:
@@ -340,7 +343,7 @@ def check_bytes(path: Path, data: bytes) -> int:
         raise _damaged(path, "it was cut off, or is no Parquet file")
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     with _telling(path):
-        metadata = pq.read_metadata(io.BytesIO(data))
+        metadata = pq.read_metadata(pa.BufferReader(data))
         written = (metadata.metadata or {}).get(SEAL)
     if written is None or footer < 4 or written.decode() != xxh3_128_hexdigest(data[:footer]):
         raise _damaged(path, "its content is not that of its seal")
