@@ -64,7 +64,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INTERVAL_S: Final = 2.0
-"""Seconds between two looks at what waits."""
+"""Seconds between two looks at what waits, if nothing did."""
+REST_S: Final = 4.0
+"""Seconds after a file, if no whole further one waits: larger files take less for each row."""
 INDEX_S: Final = 1800.0
 """Seconds after which words of files that were removed go from the index's older parts, too: it is
 written anew as a whole."""
@@ -550,11 +552,13 @@ async def run(settings: Settings) -> None:
         try:
             backlog: DepartedPage = await pool.call(ListDeparted(max_bytes=0))
             run = late if backlog.n_bytes > settings.patience_bytes else idle
+            rest_s = 0.0 if backlog.n_bytes > BATCH_BYTES else REST_S
             if words_left_at is not None and began > words_left_at + INDEX_S:
                 with archive.folder.locked(settings.shard):
                     await run(archive.catalogue.forget, ())
                 words_left_at = None
-            n = await archive_waiting(archive, pool, run)
+            if not await archive_waiting(archive, pool, run):
+                rest_s = INTERVAL_S
             with archive.folder.locked(settings.shard):
                 for name in await run(archive.trim, time.time()):  # first: none damaged is merged
                     logger.info("archive: %s is beyond pool.archive's bounds and was removed", name)
@@ -562,15 +566,15 @@ async def run(settings: Settings) -> None:
                 await run(archive.merge)
         except (DataPoolError, OSError) as e:
             logger.error("archive: %s", e)
-            n = 0
+            rest_s = INTERVAL_S
         except sqlite3.OperationalError:  # a full disk, or a lock: the next process tries again
             raise
         except sqlite3.DatabaseError as e:
             logger.error("archive: the catalogue is damaged (%s)", e)
             archive.close()
-            archive, n = await idle(partial(open_sound, settings, is_damaged=True)), 1
-        if not n or time.monotonic() - began < INTERVAL_S / 4:
-            await asyncio.sleep(INTERVAL_S)
+            archive = await idle(partial(open_sound, settings, is_damaged=True))
+            rest_s = INTERVAL_S
+        await asyncio.sleep(rest_s)
 
 
 def _be_idle() -> None:
