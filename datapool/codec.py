@@ -52,7 +52,7 @@ from stepwell.datapool.types import (
 
 _HEADER = Struct("<iiiIqdIIIII")
 _INDEX, _FLAGS_AT, _VERSION = Struct("<i"), 12, Struct("<16xq")
-_SCORE, _CRC = Struct("<16xqd"), Struct("<44xI")
+_BASE, _SCORE, _CRC = Struct("<8xi"), Struct("<16xqd"), Struct("<44xI")
 _N_TOKENS, _N_OWN = Struct("<32xI4xI"), Struct("<36xII")
 """Parts of a header that are looked at often."""
 _PLACE = Struct("<qII")
@@ -121,6 +121,38 @@ class Header(NamedTuple):
     @property
     def reward(self) -> float | None:
         return None if math.isnan(self.own_reward) else self.own_reward
+
+
+_HEADERS = np.dtype(
+    [
+        *((name, "<i4") for name in ("step_index", "parent", "base_index")),
+        *(("flags", "<u4"), ("policy_version", "<i8"), ("own_reward", "<f8")),
+        *((name, "<i4") for name in ("n_prompt", "n_new", "n_response")),
+        *((name, "<u4") for name in ("crc", "base_crc")),
+    ]
+)
+
+
+class Headers:
+    """Headers of many payloads, a column for each field, as `Header` has them."""
+
+    def __init__(self, payloads: Iterable[bytes]) -> None:
+        self._table = np.frombuffer(b"".join([p[: _HEADER.size] for p in payloads]), _HEADERS)
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return np.ascontiguousarray(self._table[name])
+
+    @property
+    def has_log_probs(self) -> npt.NDArray[np.bool_]:
+        return (self._table["flags"] & _LOG_PROBS).astype(bool)
+
+    @property
+    def is_last(self) -> npt.NDArray[np.bool_]:
+        return (self._table["flags"] & _LAST).astype(bool)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason | None]:
+        return [_REASONS[i] for i in (self._table["flags"] >> _REASON_SHIFT & _REASON).tolist()]
 
 
 # -- values of no fixed type -------------------------------------------------------------------
@@ -199,6 +231,14 @@ def _check_carried(value: Any) -> None:
 
 
 _extra_decoder = decoder(list[Any])
+
+
+def extra_of(data: bytes | memoryview) -> list[Any]:
+    """`PackedStep.extra` from its bytes."""
+    extra: list[Any] = _extra_decoder.decode(data)
+    return extra
+
+
 _OWN = 4
 """Index of the own pictures in `extra`."""
 
@@ -311,7 +351,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     @property
     def is_hollow(self) -> bool:
         """True for an erased step: not even its prompt is left."""
-        return self.prompt is None and self.header.base_index < 0
+        return self.prompt is None and bool(_BASE.unpack_from(self.payload)[0] < 0)
 
     @property
     def is_spilled(self) -> bool:

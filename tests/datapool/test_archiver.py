@@ -7,14 +7,15 @@ import os
 import random
 import signal
 import sqlite3
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
+import msgspec
 import pytest
 import ray
 
 from stepwell.datapool import PoolConfig, client_of, start_shards
 from stepwell.datapool.config import ArchiveConfig
-from stepwell.datapool.files.archive.archiver import archive_stopped
+from stepwell.datapool.files.archive.archiver import LATE_NICE, archive_stopped
 from stepwell.datapool.files.archive.launch import Settings, start
 from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.remote.client import DataPoolClient
@@ -29,10 +30,11 @@ def config_of(tmp_path, **fields):
 
 
 @contextmanager
-def archiving(service, address, tmp_path):
+def archiving(service, address, tmp_path, **changed):
     """The archiver of a pool of this process."""
     journal = tmp_path / "pool"
     settings = Settings.of(config_of(tmp_path), journal, service.incarnation.pool, 0)
+    settings = msgspec.structs.replace(settings, **changed)
     process = start(settings, address)
     try:
         yield process
@@ -70,6 +72,36 @@ async def test_an_archiver_that_is_killed_again_and_again_loses_nothing(tmp_path
     assert set(found) == {f"t{life}-{i}" for life in range(3) for i in range(10)}
     assert all(row["last"] == "re: said" for row in found.values())
     assert reader.check() == []
+
+
+def priorities(pid):
+    """Scheduling policy and niceness of each thread of a process."""
+    found = []
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        with suppress(ProcessLookupError):
+            nice = os.getpriority(os.PRIO_PROCESS, thread)
+            found.append((os.sched_getscheduler(thread), nice))
+    return found
+
+
+async def test_an_archiver_is_idle_beside_its_pool(tmp_path):
+    """In a session of its own its priority would count for nothing (sched(7), autogroup)."""
+    async with serving(config_of(tmp_path), tmp_path / "pool") as (service, address):
+        with archiving(service, address, tmp_path) as process:
+            await train(DataPoolClient([LocalShard(service)]), "t")
+            await all_archived(service)
+            assert (os.SCHED_IDLE, 19) in priorities(process.pid)
+            assert {policy for policy, nice in priorities(process.pid) if nice} == {os.SCHED_IDLE}
+            assert os.getsid(process.pid) == os.getsid(0)
+            assert os.getpgid(process.pid) == process.pid  # Ctrl-C is for the pool
+
+
+async def test_an_archiver_that_is_late_waits_for_no_idle_processor(tmp_path):
+    async with serving(config_of(tmp_path), tmp_path / "pool") as (service, address):
+        with archiving(service, address, tmp_path, patience_bytes=0) as process:
+            await train(DataPoolClient([LocalShard(service)]), "t")
+            await all_archived(service)
+            assert (os.SCHED_OTHER, LATE_NICE) in priorities(process.pid)
 
 
 async def test_nothing_acknowledged_is_missing_when_pool_and_archiver_are_killed(tmp_path):

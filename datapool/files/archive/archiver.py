@@ -1,4 +1,5 @@
-"""The archiver of a shard: a process at idle priority that moves what left the pool into files.
+"""The archiver of a shard: a process that moves what left the pool into files, in a thread at idle
+priority; in one that is not, for so long as too much waits.
 
     ListDeparted ──► places ──► rows, read from the journal's files ──► conversations
          ▲                                                                  │
@@ -20,12 +21,16 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
+import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 from xxhash import xxh3_128_hexdigest
 
 from stepwell.datapool.config import PoolConfig
@@ -41,6 +46,7 @@ from stepwell.datapool.files.archive.folder import (
 )
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.tombstones import Deletions, Kind, Tombstone, tombstone
+from stepwell.datapool.heap import growing_heap, settle_heap
 from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import ReleaseDeparted
 from stepwell.datapool.questions import Departed, DepartedPage, ListDeparted
@@ -55,8 +61,12 @@ from stepwell.datapool.store.segments import Row
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 INTERVAL_S: Final = 2.0
-"""Seconds between two looks at what waits."""
+"""Seconds between two looks at what waits, if nothing did."""
+REST_S: Final = 4.0
+"""Seconds after a file, if no whole further one waits: larger files take less for each row."""
 INDEX_S: Final = 1800.0
 """Seconds after which words of files that were removed go from the index's older parts, too: it is
 written anew as a whole."""
@@ -68,6 +78,9 @@ meanwhile."""
 MERGED: Final = 16
 """Neighbouring small files that become one."""
 SMALL_BYTES: Final = 32 << 20
+LATE_NICE: Final = 5
+"""Niceness beside the pool's of the thread that archives once too much waits: a quarter of a core
+that somebody else wants."""
 KEYS: Final = ("trajectory_uid", "user", "tags", "opened_at")
 """Columns by which trajectories are deleted; feedback has the first alone."""
 _NAMED: Final[dict[str, str]] = {
@@ -224,8 +237,6 @@ class Archive:
             self._merge(run[::-1])
 
     def _merge(self, run: Sequence[FileName]) -> None:
-        import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
-
         merged = FileName(run[0].shard, run[0].journal, run[0].first, run[-1].last)
         for kind in (FEEDBACK, TRAJECTORIES):
             paths = [self.folder.file(kind, name) for name in run]
@@ -392,7 +403,30 @@ class _RunningShard(RemoteShard):
         return self._address, "here"
 
 
-async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH_BYTES) -> int:
+class Run(Protocol):
+    """A thread that works."""
+
+    async def __call__(self, work: Callable[..., T], *args: Any) -> T:
+        """Return `work(*args)`, done there."""
+
+
+async def _here(work: Callable[..., T], *args: Any) -> T:
+    return work(*args)
+
+
+def _thread(initializer: Callable[..., Any], *arguments: Any) -> Run:
+    """A thread of its own, which begins with this call."""
+    executor = ThreadPoolExecutor(1, initializer=initializer, initargs=arguments)
+
+    async def run(work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
+
+    return run
+
+
+async def archive_waiting(
+    archive: Archive, pool: Caller, run: Run = _here, max_bytes: int = BATCH_BYTES
+) -> int:
     """Archive the first of what waits; how many groups and late rows that were. One whose rows
     nobody can read leaves unarchived, so that what is behind it does not."""
     waiting = await _waiting(pool, max_bytes)
@@ -402,15 +436,16 @@ async def archive_waiting(archive: Archive, pool: Caller, max_bytes: int = BATCH
     new = [each for each in waiting if each.row > through]
     if new:
         try:
-            found = await _read(folder, new, pool)
+            with growing_heap():
+                found = await _read(folder, new, pool, run)
         except UNREADABLE as e:
             if len(new) > 1:  # which one it is
-                return await archive_waiting(archive, pool, max_bytes=1)
+                return await archive_waiting(archive, pool, run, max_bytes=1)
             await pool.call(ReleaseDeparted(new[0].row, f"its rows cannot be read: {e}"))
             return 1
         try:
-            with archive.folder.locked(archive.settings.shard):
-                archive.write(new[0].row, new[-1].row, found)
+            with archive.folder.locked(archive.settings.shard), growing_heap():
+                await run(archive.write, new[0].row, new[-1].row, found)
         except NoSpaceError:
             why = f"the disk of {archive.folder.path} is nearly full; free space on it"
             await pool.call(ReleaseDeparted(waiting[-1].row, why))
@@ -444,19 +479,25 @@ def _bytes(departed: Departed) -> int:
 
 
 async def _read(
-    folder: Path, groups: Sequence[Departed], pool: Caller
+    folder: Path, groups: Sequence[Departed], pool: Caller, run: Run
 ) -> list[Conversation | Feedback]:
     """Read the rows of groups; those that the journal has moved meanwhile are looked for again.
 
     Raises:
         UNREADABLE: they are damaged, or another release wrote them.
     """
-    found: list[Conversation | Feedback] = []
-    for group in groups:
-        rows = await _rows(folder, group, pool)
-        if rows is not None:
-            found += conversations(group.channel, rows)
-    return found
+    try:
+        rows = await run(rows_at_places, folder, [at for group in groups for at in group.places])
+    except (OSError, ValueError):  # which ones are not where they were
+        again = [(group.channel, await _rows(folder, group, pool)) for group in groups]
+        return await run(_conversations, [(name, own) for name, own in again if own is not None])
+    each = iter(rows)
+    by_group = [(group.channel, list(islice(each, len(group.places)))) for group in groups]
+    return await run(_conversations, by_group)
+
+
+def _conversations(groups: Iterable[tuple[str, list[Row]]]) -> list[Conversation | Feedback]:
+    return [each for channel, rows in groups for each in conversations(channel, rows)]
 
 
 async def _rows(folder: Path, group: Departed, pool: Caller) -> list[Row] | None:
@@ -503,53 +544,57 @@ def open_sound(settings: Settings, *, is_damaged: bool = False) -> Archive:
 
 async def run(settings: Settings) -> None:
     """Archive what waits until the pool is gone."""
-    archive, pool = open_sound(settings), _RunningShard(settings)
+    idle, late = _thread(_be_idle), _thread(os.nice, LATE_NICE)
+    archive, pool = await idle(open_sound, settings), _RunningShard(settings)
     words_left_at: float | None = time.monotonic()  # of one that was killed before
     while True:
         began = time.monotonic()
         try:
+            backlog: DepartedPage = await pool.call(ListDeparted(max_bytes=0))
+            run = late if backlog.n_bytes > settings.patience_bytes else idle
+            rest_s = 0.0 if backlog.n_bytes > BATCH_BYTES else REST_S
             if words_left_at is not None and began > words_left_at + INDEX_S:
                 with archive.folder.locked(settings.shard):
-                    archive.catalogue.forget(())
+                    await run(archive.catalogue.forget, ())
                 words_left_at = None
-            n = await archive_waiting(archive, pool)
+            if not await archive_waiting(archive, pool, run):
+                rest_s = INTERVAL_S
             with archive.folder.locked(settings.shard):
-                for name in archive.trim(time.time()):  # first: a damaged file cannot be merged
+                for name in await run(archive.trim, time.time()):  # first: none damaged is merged
                     logger.info("archive: %s is beyond pool.archive's bounds and was removed", name)
                     words_left_at = words_left_at or began
-                archive.merge()
+                await run(archive.merge)
         except (DataPoolError, OSError) as e:
             logger.error("archive: %s", e)
-            n = 0
+            rest_s = INTERVAL_S
         except sqlite3.OperationalError:  # a full disk, or a lock: the next process tries again
             raise
         except sqlite3.DatabaseError as e:
             logger.error("archive: the catalogue is damaged (%s)", e)
             archive.close()
-            archive, n = open_sound(settings, is_damaged=True), 1
-        if not n or time.monotonic() - began < INTERVAL_S / 4:
-            await asyncio.sleep(INTERVAL_S)
+            archive = await idle(partial(open_sound, settings, is_damaged=True))
+            rest_s = INTERVAL_S
+        await asyncio.sleep(rest_s)
 
 
 def _be_idle() -> None:
-    """Run when nobody else wants the processor or the disk."""
+    """Let this thread run when nobody else wants the processor or the disk. It stays so: only root
+    may take it back."""
     with suppress(OSError):
         os.nice(19)
     if hasattr(os, "SCHED_IDLE"):
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    # One thread: Arrow would use all cores.
-    import pyarrow as pa
-
-    pa.set_cpu_count(1)
-    pa.set_io_thread_count(1)
 
 
 def main() -> None:
     length = int.from_bytes(sys.stdin.buffer.read(4), "little")
     settings = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=Settings)
     log_to_file(None if settings.log_file is None else Path(settings.log_file))
-    _be_idle()
+    settle_heap()
+    # No threads of its own: Arrow would use all cores.
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
 
     def end_with_the_pool() -> None:
         sys.stdin.buffer.read()

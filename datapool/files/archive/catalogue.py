@@ -37,6 +37,9 @@ TEXT_CHARACTERS: Final = 200_000
 """Characters of a trajectory that are searched at most, from its beginning."""
 WAL_PAGES: Final = 8192
 """Pages of SQLite's log, 32 MiB: what an index is changed in again meanwhile is copied once."""
+INDEX_BYTES: Final = 16 << 20
+"""Bytes of words in memory before they are a part of the index on disk; 8 parts become one, bit by
+bit. By default parts are smaller and 4 become one: words are written anew twice as often."""
 CHECKPOINTS: Final = 6
 """Tries to empty SQLite's log, which a reader may still read."""
 ALONE: Final = re.compile(
@@ -51,6 +54,8 @@ _READ: Final = (
     *("user", "tags", "first_user", "last_reply"),
 )
 """Columns of a file that the catalogue has."""
+_KEY: Final = ("trajectory_uid", "channel", "attempt", "part")
+"""Columns of a file that name a row."""
 BREAK: Final = "\u200b"
 """Between these words: seen by nobody, and a separator for the tokenizer."""
 FACTS: Final = (
@@ -119,6 +124,7 @@ CREATE TABLE texts (id INTEGER PRIMARY KEY, body TEXT);
 CREATE VIRTUAL TABLE words USING fts5(
   body, content='texts', content_rowid='id', tokenize='unicode61 remove_diacritics 2'
 );
+INSERT INTO words(words, rank) VALUES ('automerge', 8), ('hashsize', {INDEX_BYTES});
 CREATE TABLE prompts (
   prompt TEXT PRIMARY KEY, data_source TEXT, instance TEXT, first TEXT, tries INTEGER,
   scored INTEGER, rewarded INTEGER, total REAL, best REAL, worst REAL, solved_at REAL,
@@ -130,6 +136,23 @@ CREATE TABLE feedback (
   step_index INTEGER, why TEXT, PRIMARY KEY (uid, part, channel)
 ) WITHOUT ROWID;
 """
+
+
+_COUNT_TRIES: Final = (
+    "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+    "ON CONFLICT (prompt) DO UPDATE SET tries = tries + excluded.tries,"
+    " scored = scored + excluded.scored,"
+    " rewarded = rewarded + excluded.rewarded, total = total + excluded.total,"
+    " best = CASE WHEN best IS NULL OR excluded.best > best THEN excluded.best"
+    " ELSE best END,"
+    " worst = CASE WHEN worst IS NULL OR excluded.worst < worst THEN excluded.worst"
+    " ELSE worst END,"
+    " solved_at = CASE WHEN solved_at IS NULL OR excluded.solved_at < solved_at"
+    " THEN excluded.solved_at ELSE solved_at END,"
+    " solved_version = CASE WHEN solved_version IS NULL THEN excluded.solved_version"
+    " ELSE min(solved_version, coalesce(excluded.solved_version, solved_version)) END,"
+    " newest = max(newest, excluded.newest)"
+)
 
 
 def segmented(text: str) -> str:
@@ -221,30 +244,27 @@ class Catalogue:
             groups: numbers of rows of its row groups.
         """
         places = [(g, r) for g, n in enumerate(groups) for r in range(n)]
-        rows = _plain_times(table.select(_READ)).to_pylist()
+        keys = [_key(row) for row in table.select(_KEY).to_pylist()]
         found = FileName.of(name)
         is_older = found is not None and found.journal == IMPORTED
-        newest = max((_seconds(row["left_at"]) or 0.0 for row in rows), default=0.0)
+        newest = pc.max(table["left_at"].cast(pa.int64())).as_py() or 0
         with self._change():
             before = self._db.execute("SELECT id FROM trajectories WHERE file = ?", (name,))
             gone = {row[0] for row in before.fetchall()}
-            here = self._here([row["trajectory_uid"] for row in rows])
-            added = []
-            for number, (row, place) in enumerate(zip(rows, places, strict=True)):
-                if (rowid := here.get(_key(row))) is None:
+            here = self._here([uid for uid, *_ in keys])
+            moved, added = [], []
+            for number, key in enumerate(keys):
+                if (rowid := here.get(key)) is None:
                     added.append(number)
-                    continue
-                gone.discard(rowid)
-                self._db.execute(
-                    "UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE id = ?",
-                    (name, *place, rowid),
-                )
-            texts = said_in(table, added)
-            new = zip(added, texts, strict=True)
-            for number, text in reversed(list(new)) if is_older else new:
-                self._add(name, *places[number], rows[number], text, is_older)
+                else:
+                    gone.discard(rowid)
+                    moved.append((name, *places[number], rowid))
+            self._db.executemany(
+                "UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE id = ?", moved
+            )
+            self._insert(name, [places[number] for number in added], table, added, is_older)
             self._forget(sorted(gone))
-            self._note("trajectories", name, digest, n_bytes, len(rows), newest)
+            self._note("trajectories", name, digest, n_bytes, len(keys), newest / 1e6)
 
     def _here(self, uids: Sequence[str]) -> dict[tuple[Any, ...], int]:
         """Ids of the rows of these trajectories that are here, by what names them (`_key`)."""
@@ -257,67 +277,52 @@ class Catalogue:
     def _note(self, *values: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
 
-    def _add(
-        self, name: str, group: int, at: int, row: Mapping[str, Any], text: str, is_older: bool
+    def _insert(
+        self,
+        name: str,
+        places: Sequence[tuple[int, int]],
+        table: Any,
+        numbers: Sequence[int],
+        is_older: bool,
     ) -> None:
-        """Add a row.
+        """Insert rows of a file's table.
 
         Args:
-            text: all that was said in it.
+            places: row group and row in it, of each.
+            numbers: of the rows in the table.
             is_older: than all that is here: an import.
         """
-        prompt = prompt_key(row)
-        values = {"file": name, "row_group": group, "row": at, "prompt": prompt} | listed(row)
-        if is_older:
-            oldest = self._db.execute("SELECT min(id) FROM trajectories").fetchone()[0]
-            values["id"] = min(0, oldest or 0) - 1
-        names, marks = ", ".join(f'"{key}"' for key in values), ", ".join("?" * len(values))
-        insert = f"INSERT INTO trajectories ({names}) VALUES ({marks})"
-        rowid = self._db.execute(insert, tuple(values.values())).lastrowid
-        for tag in row["tags"] or ():
-            self._db.execute("INSERT INTO tags VALUES (?, ?)", (tag, rowid))
-        if text:
-            body = segmented(text[:TEXT_CHARACTERS])
-            self._db.execute("INSERT INTO texts VALUES (?, ?)", (rowid, body))
-            self._db.execute("INSERT INTO words(rowid, body) VALUES (?, ?)", (rowid, body))
-        if row["state"] == "complete":
-            self._try(prompt, row)
-
-    def _try(self, prompt: str, row: Mapping[str, Any]) -> None:
-        """Count a try of a prompt."""
-        reward, at = row["reward"], _seconds(row["left_at"])
-        solved = reward is not None and reward > 0
-        values = (
-            prompt,
-            row["data_source"],
-            row["instance_id"],
-            preview(row["first_user"]),
-            int(reward is not None),
-            int(solved),
-            reward or 0.0,
-            reward,
-            reward,
-            at if solved else None,
-            row["newest_version"] if solved else None,
-            at,
-            row["channel"],
+        if not numbers:
+            return
+        rows = _plain_times(table.select(_READ).take(numbers)).to_pylist()
+        ids = "SELECT {}(id) FROM trajectories"  # one at a time, which reads no table
+        sql = f"SELECT ({ids.format('min')}), ({ids.format('max')})"
+        oldest, newest = self._db.execute(sql).fetchone()
+        first = min(0, oldest or 0) - len(rows) if is_older else max(0, newest or 0) + 1
+        tags: list[tuple[str, int]] = []
+        values: list[dict[str, Any]] = []
+        tries: dict[str, list[Mapping[str, Any]]] = {}
+        for rowid, (place, row) in enumerate(zip(places, rows, strict=True), first):
+            prompt = prompt_key(row)
+            where = {"id": rowid, "file": name, "row_group": place[0], "row": place[1]}
+            values.append(where | {"prompt": prompt} | listed(row))
+            tags += [(tag, rowid) for tag in row["tags"] or ()]
+            if row["state"] == "complete":
+                tries.setdefault(prompt, []).append(row)
+        names, marks = ", ".join(f'"{key}"' for key in values[0]), ", ".join("?" * len(values[0]))
+        self._db.executemany(
+            f"INSERT INTO trajectories ({names}) VALUES ({marks})",
+            (tuple(each.values()) for each in values),
         )
-        self._db.execute(
-            "INSERT INTO prompts VALUES (?, ?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (prompt) DO UPDATE SET tries = tries + 1,"
-            " scored = scored + excluded.scored,"
-            " rewarded = rewarded + excluded.rewarded, total = total + excluded.total,"
-            " best = CASE WHEN best IS NULL OR excluded.best > best THEN excluded.best"
-            " ELSE best END,"
-            " worst = CASE WHEN worst IS NULL OR excluded.worst < worst THEN excluded.worst"
-            " ELSE worst END,"
-            " solved_at = CASE WHEN solved_at IS NULL OR excluded.solved_at < solved_at"
-            " THEN excluded.solved_at ELSE solved_at END,"
-            " solved_version = CASE WHEN solved_version IS NULL THEN excluded.solved_version"
-            " ELSE min(solved_version, coalesce(excluded.solved_version, solved_version)) END,"
-            " newest = max(newest, excluded.newest)",
-            values,
-        )
+        self._db.executemany("INSERT INTO tags VALUES (?, ?)", tags)
+        texts = [
+            (rowid, segmented(text[:TEXT_CHARACTERS]))
+            for rowid, text in enumerate(said_in(table, numbers), first)
+            if text
+        ]
+        self._db.executemany("INSERT INTO texts VALUES (?, ?)", texts)
+        self._db.executemany("INSERT INTO words(rowid, body) VALUES (?, ?)", texts)
+        self._db.executemany(_COUNT_TRIES, (_counted(*each) for each in tries.items()))
 
     def add_feedback(self, name: str, table: Any, digest: str, n_bytes: int) -> None:
         """Add the rows of a file of feedback."""
@@ -479,6 +484,32 @@ def listed(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _counted(prompt: str, tries: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """A row of `prompts` for these tries of one."""
+    one = tries[0]
+    rewards = [row["reward"] for row in tries if row["reward"] is not None]
+    solved = [row for row in tries if row["reward"] is not None and row["reward"] > 0]
+    versions = [row["newest_version"] for row in solved if row["newest_version"] is not None]
+    solved_at = [row["left_at"] for row in solved if row["left_at"] is not None]
+    times = [row["left_at"] for row in tries if row["left_at"] is not None]
+    return (
+        prompt,
+        one["data_source"],
+        one["instance_id"],
+        preview(one["first_user"]),
+        len(tries),
+        len(rewards),
+        len(solved),
+        sum(rewards),
+        max(rewards, default=None),
+        min(rewards, default=None),
+        min(solved_at, default=None),
+        min(versions, default=None),
+        max(times, default=None),
+        one["channel"],
+    )
+
+
 def prompt_key(row: Mapping[str, Any]) -> str:
     """The prompt that a trajectory is a try of: its task, where it names one, else its first
     message; else its group."""
@@ -491,7 +522,7 @@ def prompt_key(row: Mapping[str, Any]) -> str:
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Columns of a file's row that name it."""
+    """Values of a file's row that name it."""
     return row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
 
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from stepwell.datapool import ops
-from stepwell.datapool.codec import Header, PackedStep
+from stepwell.datapool.codec import PackedStep
 from stepwell.datapool.core.log_rows import (
     GroupLeased,
     GroupLeft,
@@ -39,13 +39,16 @@ PREVIEW: Final = 240
 """Characters of the first and the last message in lists."""
 
 
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
+
+
 class TimedStep(NamedTuple):
     """A step, and when the pool stored it."""
 
     packed: PackedStep
     at: float
     """Pool clock, seconds."""
-    keys: Mapping[str, str] = MappingProxyType({})
+    keys: Mapping[str, str] = _NONE
     """Key of each stored picture of its new tokens, by digest."""
 
 
@@ -82,13 +85,12 @@ class Conversation:
     @property
     def reward(self) -> float | None:
         """Sum over its steps and the outcome; None if nothing is scored."""
-        own = [self.step_reward(step.packed.header) for step in self.steps]
+        own = [step.packed.score[1] for step in self.steps]
+        if self.step_rewards:
+            indexes = [step.packed.step_index for step in self.steps]
+            own = [self.step_rewards.get(i, r) for i, r in zip(indexes, own, strict=True)]
         scored = [r for r in (*own, self.outcome) if r is not None]
         return sum(scored) if scored else None
-
-    def step_reward(self, header: Header) -> float | None:
-        """The step's own reward, without the outcome."""
-        return self.step_rewards.get(header.step_index, header.reward)
 
 
 class Feedback(NamedTuple):
@@ -155,12 +157,12 @@ class _Group:
         for row, now, _, record in told:
             self._prompt_uid = getattr(record, "prompt_uid", None) or self._prompt_uid
             match record:
-                case ops.OpenGroup():
-                    declared = record
+                case StepsStored():  # most rows
+                    self._add_steps(record, row.payload, now)
                 case PromptStored():
                     self._prompts[row.row] = row.payload
-                case StepsStored():
-                    self._add_steps(record, row.payload, now)
+                case ops.OpenGroup():
+                    declared = record
                 case GroupLeased():
                     leased_at = now
                 case GroupLeft():
@@ -186,7 +188,7 @@ class _Group:
             packed = PackedStep(prompt, payload[at : at + n_bytes])
             at += n_bytes
             if not packed.is_hollow:
-                keys = keys_of(stored.pictures.get(position, ()))
+                keys = keys_of(stored.pictures[position]) if position in stored.pictures else _NONE
                 self._of(uid, now).steps.append(TimedStep(packed, now, keys))
 
     def _change(self, record: Any, now: float) -> None:
@@ -238,10 +240,10 @@ def _state(closing: Closing) -> tuple[str, str | None]:
 
 def text_of(message: Any) -> str:
     """The text of a message: its content, its reasoning, and the calls of tools in it."""
+    if type(message) is dict and len(message) == 2 and "role" in message:  # as nearly always
+        return _content(message.get("content"))
     if not isinstance(message, Mapping):
         return ""
-    if len(message) == 2 and "role" in message:  # as nearly always
-        return _content(message.get("content"))
     said = [_content(message.get(key)) for key in ("reasoning_content", "content")]
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -293,4 +295,5 @@ def cut(text: str, most: int) -> str:
 
 
 def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None
+    is_mapping = type(message) is dict or isinstance(message, Mapping)
+    return message.get("role") if is_mapping else None

@@ -24,9 +24,11 @@ class Settings(msgspec.Struct, frozen=True):
     """Folder of the shard's journal."""
     journal_id: str
     shard: int
+    """Number of this shard."""
     keep_s: float
     max_bytes: int
-    """Number of this shard."""
+    patience_bytes: int = 1 << 62
+    """Bytes of rows that wait until nobody else wants the processor."""
     log_file: str | None = None
     unix: str = ""
     """Address and secret of the pool."""
@@ -52,15 +54,21 @@ class Settings(msgspec.Struct, frozen=True):
             shard=shard,
             keep_s=days * DAY_S,
             max_bytes=int(config.archive.max_gb * 1e9) // config.shards,
+            patience_bytes=config.backlog_bytes // 4,
             log_file=None if log_file is None else str(log_file.with_name("archive.log")),
         )
 
 
 def start(settings: Settings, address: PoolAddress) -> subprocess.Popen[bytes]:
-    """Start the archiver of a pool; it ends with this process, whose end closes its input."""
+    """Start the archiver of a pool; it ends with this process, whose end closes its input.
+
+    Ctrl-C is not for it, hence a process group. Its session is the pool's: where Linux groups
+    tasks by session (`sched_autogroup_enabled`), one alone in a session has a full share of the
+    processor, whatever its priority.
+    """
     settings = msgspec.structs.replace(settings, unix=address.unix, secret=address.secret)
     command = [sys.executable, "-m", "stepwell.datapool.files.archive.archiver"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
     if process.stdin is not None:
         data = msgspec.msgpack.encode(settings)
         process.stdin.write(len(data).to_bytes(4, "little") + data)

@@ -4,7 +4,7 @@
     log_probs   of the responses of steps that have them                   byte-stream-split
     steps       list of structs: what else is known of each step           its text is in `messages`
 
-    PAR1 │ row groups of about 2 MB │ footer: schema, statistics, `stepwell.seal`
+    PAR1 │ row groups of about 8 MB │ footer: schema, statistics, `stepwell.seal`
 
 The seal is the XXH3-128 of all bytes before the footer; the catalogue has that of the whole file.
 DuckDB, pandas, polars and `datasets` read the files as they are. Owns the form. Does not own what a
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,13 +25,14 @@ import pyarrow.compute as pc  # type: ignore[import-untyped,unused-ignore]
 import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 from xxhash import xxh3_128_hexdigest
 
-from stepwell.datapool.codec import pictures_of
+from stepwell.datapool.codec import HEADER_BYTES, Headers, extra_of, pictures_of
 from stepwell.datapool.core.channel import GROUP_DROPPED
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.archive.conversations import (
     MESSAGES,
     Conversation,
     Feedback,
+    TimedStep,
     first_and_last,
     text_of,
 )
@@ -51,7 +51,7 @@ from stepwell.datapool.types import (
 FORM: Final = "1"
 SEAL: Final = b"stepwell.seal"
 _FORM: Final = b"stepwell.archive"
-GROUP_BYTES: Final = 2 << 20
+GROUP_BYTES: Final = 8 << 20
 """Bytes of tokens and text of a row group, about: what is read to see one trajectory."""
 REMEDY: Final = (
     "restore it from a copy, or remove it and run `stepwell archive check` again, which takes it "
@@ -143,63 +143,23 @@ def _micros(seconds: float | None) -> int | None:
 def trajectory_table(conversations: Sequence[Conversation]) -> Any:
     """A table of these trajectories, in order."""
     columns: dict[str, list[Any]] = {name: [] for name in TRAJECTORIES.names[:-3]}
-    steps: list[tuple[Any, ...]] = []
-    tokens: list[bytes | memoryview] = []
-    log_probs: list[bytes] = []
+    steps = _StepColumns([step for each in conversations for step in each.steps])
     ends: dict[str, list[int]] = {name: [0] for name in ("steps", "token_ids", "log_probs")}
-    n_tokens = n_log_probs = 0
+    end = 0
     for each in conversations:
-        messages: list[Any] = []
-        n_response, versions = 0, []
-        before = n_tokens
-        for packed, at, keys in each.steps:
-            header, own, known = packed.header, packed.tokens, packed.log_probs
-            prompt = packed.prompt
-            if prompt is not None:
-                tokens.append(prompt)
-                n_tokens += len(prompt) // 4
-            tokens.append(own)
-            n_tokens += len(own) // 4
-            if known is not None:
-                log_probs.append(known)
-                n_log_probs += len(known) // 4
-            metadata, *more = extra = packed.extra
-            if own_pictures := pictures_of(extra):
-                more.append([keys.get(picture.digest) for picture in own_pictures])
-            said = metadata.pop(MESSAGES, None) if isinstance(metadata, dict) else None
-            if isinstance(said, list):
-                messages += said
-            versions.append(header.policy_version)
-            n_response += header.n_response
-            n_new = header.n_new if prompt is None else header.n_prompt
-            values = (  # as `_STEP`
-                header.step_index,
-                header.parent_index,
-                header.base,
-                header.n_prompt,
-                n_new,
-                header.n_response,
-                known is not None,
-                header.policy_version,
-                each.step_reward(header),
-                header.finish_reason,
-                header.is_last,
-                _micros(at),
-                _json(said, "messages"),
-                _json(metadata, "metadata"),
-                dumps(more, "multi_modal_data") if more else None,
-            )
-            steps.append(values)
-        first, last = first_and_last(messages)
+        begin, end = end, end + len(each.steps)
+        first, last = first_and_last(steps.add(begin, end))
         about = {**each.group_metadata, **each.metadata}
+        versions = steps.versions[begin:end]
+        n_tokens = sum(steps.n_tokens[begin:end])
         row: dict[str, Any] = {name: getattr(each, name) for name in (*_PLAIN, *_PLAIN_TOO)}
         row |= {
             "reward": each.reward,
             "oldest_version": min(versions, default=None),
             "newest_version": max(versions, default=None),
             "n_steps": len(each.steps),
-            "n_tokens": n_tokens - before,
-            "n_response_tokens": n_response,
+            "n_tokens": n_tokens,
+            "n_response_tokens": sum(steps.n_response[begin:end]),
             "opened_at": _micros(each.opened_at),
             "closed_at": _micros(each.closed_at),
             "leased_at": _micros(each.leased_at),
@@ -217,26 +177,101 @@ def trajectory_table(conversations: Sequence[Conversation]) -> Any:
         }
         for name, column in columns.items():
             column.append(row[name])
-        ends["steps"].append(len(steps))
-        ends["token_ids"].append(n_tokens)
-        ends["log_probs"].append(n_log_probs)
+        ends["steps"].append(end)
+        ends["token_ids"].append(ends["token_ids"][-1] + n_tokens)
+        ends["log_probs"].append(ends["log_probs"][-1] + sum(steps.n_log_probs[begin:end]))
     arrays = [
         pa.array(column, TRAJECTORIES.field(name).type, from_pandas=False)
         for name, column in columns.items()
     ]
-    by_column = zip(*steps, strict=True) if steps else repeat((), len(_STEP))
-    fields = [
-        pa.array(values, kind) for values, kind in zip(by_column, _STEP.values(), strict=True)
-    ]
+    rewards = [each.step_rewards for each in conversations for _ in each.steps]
     flat = {
-        "steps": pa.StructArray.from_arrays(fields, fields=[pa.field(*f) for f in _STEP.items()]),
-        "token_ids": pa.array(np.frombuffer(b"".join(tokens), np.int32)),
-        "log_probs": pa.array(np.frombuffer(b"".join(log_probs), np.float32)),
+        "steps": steps.array(rewards),
+        "token_ids": pa.array(np.frombuffer(b"".join(steps.token_ids), np.int32)),
+        "log_probs": pa.array(np.frombuffer(b"".join(steps.log_probs), np.float32)),
     }
     for name, values in flat.items():
         offsets = pa.array(ends[name], pa.int32())
         arrays.append(pa.ListArray.from_arrays(offsets, values, TRAJECTORIES.field(name).type))
     return pa.Table.from_arrays(arrays, schema=TRAJECTORIES)
+
+
+class _StepColumns:
+    """Steps by column: what is in their headers at once, all else with `add`."""
+
+    def __init__(self, steps: Sequence[TimedStep]) -> None:
+        self._steps = steps
+        self._headers = headers = Headers([step.packed.payload for step in steps])
+        self._at = [step.at for step in steps]
+        self._has_prompt = np.array([step.packed.prompt is not None for step in steps], bool)
+        self.versions: list[int] = headers["policy_version"].tolist()
+        self.n_response: list[int] = headers["n_response"].tolist()
+        self.n_log_probs: list[int] = (headers["n_response"] * headers.has_log_probs).tolist()
+        self._n_new = np.where(self._has_prompt, headers["n_prompt"], headers["n_new"])
+        self.n_tokens: list[int] = (self._n_new + headers["n_response"]).tolist()
+        self.token_ids: list[memoryview] = []
+        """Of each step: its prompt if it has one, and its own."""
+        self.log_probs: list[memoryview] = []
+        self._said: list[str | None] = []
+        self._metadata: list[str | None] = []
+        self._more: list[str | None] = []
+        own = HEADER_BYTES + 4 * (headers["n_new"] + headers["n_response"])
+        self._log_probs_at: list[int] = own.tolist()
+
+    def add(self, begin: int, end: int) -> list[Any]:
+        """Add the content of steps begin … end - 1, all before them having been added; what was
+        said in them."""
+        messages: list[Any] = []
+        for i in range(begin, end):
+            packed, _, keys = self._steps[i]
+            if packed.prompt is not None:
+                self.token_ids.append(memoryview(packed.prompt))
+            payload, log_at = memoryview(packed.payload), self._log_probs_at[i]
+            self.token_ids.append(payload[HEADER_BYTES:log_at])
+            extra_at = log_at + 4 * self.n_log_probs[i]
+            self.log_probs.append(payload[log_at:extra_at])
+            metadata, *more = extra = extra_of(payload[extra_at:])
+            if own_pictures := pictures_of(extra):
+                more.append([keys.get(picture.digest) for picture in own_pictures])
+            said = metadata.pop(MESSAGES, None) if isinstance(metadata, dict) else None
+            if isinstance(said, list):
+                messages += said
+            self._said.append(_json(said, "messages"))
+            self._metadata.append(_json(metadata, "metadata"))
+            self._more.append(dumps(more, "multi_modal_data") if more else None)
+        return messages
+
+    def array(self, rewards: Sequence[Mapping[int, float]]) -> Any:
+        """The column `steps`.
+
+        Args:
+            rewards: those that were set later, of each step's trajectory, by index.
+        """
+        headers = self._headers
+        indexes, own = headers["step_index"], headers["own_reward"].copy()
+        for i, later in enumerate(rewards):
+            if later:
+                own[i] = later.get(int(indexes[i]), own[i])
+        parents, bases = headers["parent"], headers["base_index"]
+        columns = {
+            "step_index": pa.array(indexes),
+            "parent_index": pa.array(parents, mask=parents < 0),
+            "base_index": pa.array(bases, mask=bases < 0),
+            "n_prompt": pa.array(headers["n_prompt"]),
+            "n_new": pa.array(self._n_new),
+            "n_response": pa.array(headers["n_response"]),
+            "has_log_probs": pa.array(headers.has_log_probs),
+            "policy_version": pa.array(headers["policy_version"]),
+            "reward": pa.array(own, mask=np.isnan(own)),
+            "finish_reason": pa.array(headers.finish_reasons, _TEXT),
+            "is_last": pa.array(headers.is_last),
+            "at": pa.array(np.rint(np.array(self._at, float) * 1e6).astype(np.int64)).cast(_TIME),
+            "messages": pa.array(self._said, _TEXT),
+            "metadata": pa.array(self._metadata, _TEXT),
+            "more": pa.array(self._more, _TEXT),
+        }
+        fields = [pa.field(*field) for field in _STEP.items()]
+        return pa.StructArray.from_arrays([columns[name] for name in _STEP], fields=fields)
 
 
 def feedback_table(of: Sequence[Feedback]) -> Any:
@@ -292,7 +327,10 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
     data = path.read_bytes()
     check_bytes(path, data)
     with _telling(path):
-        return pq.read_table(io.BytesIO(data), columns=columns)
+        # `pq.read_table` takes a third longer for a small file: it makes a dataset of it first.
+        table = pq.ParquetFile(pa.BufferReader(data)).read(columns)
+    known = table.schema.metadata or {}
+    return table.replace_schema_metadata({key: known[key] for key in known if key != SEAL})
 
 
 def check_bytes(path: Path, data: bytes) -> int:
@@ -305,7 +343,7 @@ def check_bytes(path: Path, data: bytes) -> int:
         raise _damaged(path, "it was cut off, or is no Parquet file")
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     with _telling(path):
-        metadata = pq.read_metadata(io.BytesIO(data))
+        metadata = pq.read_metadata(pa.BufferReader(data))
         written = (metadata.metadata or {}).get(SEAL)
     if written is None or footer < 4 or written.decode() != xxh3_128_hexdigest(data[:footer]):
         raise _damaged(path, "its content is not that of its seal")
