@@ -11,6 +11,7 @@ parts (`services.py`), one wire format each (`dialects/`), the socket (`server.p
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -30,10 +31,10 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.access import is_gemini, keep, routing_path
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.dialects.registry import PATHS, error_response
-from stepwell.gateway.endpoints import ENDPOINTS, SDK_BODIES, Finder, Found
+from stepwell.gateway.endpoints import ENDPOINTS, Finder, Found
 from stepwell.gateway.errors import GatewayError, PathError, from_pool
 from stepwell.gateway.http_protocol import CALL, DirectCall
-from stepwell.gateway.openapi import described
+from stepwell.gateway.openapi_process import read_document
 from stepwell.gateway.routes import ANSWER_HEADERS
 from stepwell.gateway.services import Services
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -59,6 +60,7 @@ class _App(FastAPI):
         )
         self.state.services = self._services = services
         self._finder = Finder(ENDPOINTS)
+        self._document: asyncio.Task[bytes] | None = None
         self._entry: ASGIApp = self._answer
         self._cors: CORSMiddleware | None = None
         if services.config.allowed_origins:
@@ -71,9 +73,12 @@ class _App(FastAPI):
                 expose_headers=ANSWER_HEADERS,
             )
 
-    def openapi(self) -> dict[str, Any]:
-        self.openapi_schema = self.openapi_schema or described(ENDPOINTS, SDK_BODIES)
-        return self.openapi_schema
+    async def document(self) -> bytes:
+        """`/openapi.json`, made once and for all who ask at the same time."""
+        made = self._document
+        if made is None or (made.done() and (made.cancelled() or made.exception())):
+            self._document = made = asyncio.create_task(read_document())
+        return await asyncio.shield(made)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -1,8 +1,8 @@
 """Bodies of LLM calls in `/openapi.json`, as the vendors' SDKs type them.
 
 FastAPI describes everything else. The fields of a call are checked in `dialects/`, but
-conversations are best typed by the SDKs. Made on the first request for it. An SDK that is not
-installed leaves a body an object.
+conversations are best typed by the SDKs. An SDK that is not installed leaves a body an object. Made
+by a process (`openapi_process.py`) on the first request for it.
 """
 
 from __future__ import annotations

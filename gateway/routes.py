@@ -646,7 +646,7 @@ async def metrics(request: Request) -> Response:
 
 async def openapi(request: Request) -> Response:
     """The description of all that is meant for agents."""
-    return OrjsonResponse(request.app.openapi())
+    return Response(await request.app.document(), media_type="application/json")
 
 
 async def root(request: Request) -> Response:
