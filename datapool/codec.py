@@ -516,7 +516,10 @@ def _pack_extra(
     if pictures:
         extra.append(pictures)
     try:
-        return encoder.encode(extra) if is_json and not more else encode_any(extra)
+        if more or not is_json:
+            for value in extra:
+                _check_carried(value)
+        return encoder.encode(extra)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidStepError(
             f"step {step.trajectory_uid!r}[{step.step_index}]: metadata, multi_modal_data or "

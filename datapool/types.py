@@ -24,6 +24,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, get_args
 
@@ -96,17 +97,21 @@ class VersionSpan:
     end: int
 
 
-def _put_column(step: Step, name: str, column: _Column) -> npt.NDArray[Any]:
-    """The field as a read-only 1-D array, put in its place; whatever the cast would change is
-    refused."""
-    value = getattr(step, name)
-    dtype, kind, code = column
+@lru_cache(1 << 14)
+def _packer(n: int, code: str) -> Callable[..., bytes]:
+    """Writes so many plain numbers as bytes."""
+    return struct.Struct(f"{n}{code}").pack
+
+
+def _column(value: Any, name: str, column: _Column) -> npt.NDArray[Any]:
+    """`value` as a read-only 1-D array; whatever the cast would change is refused."""
+    dtype, plain, code = column
     array: npt.NDArray[Any] | None = None
     if type(value) is list and value:
         # Plain numbers, as a gateway has them: twice as fast as NumPy reads a list.
         try:
-            if type(value[0]) is kind:
-                array = np.frombuffer(struct.Struct(f"{len(value)}{code}").pack(*value), dtype)
+            if type(value[0]) is plain:
+                array = np.frombuffer(_packer(len(value), code)(*value), dtype)
         except (struct.error, OverflowError):
             array = None  # `_cast` says why
     elif isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
@@ -115,16 +120,19 @@ def _put_column(step: Step, name: str, column: _Column) -> npt.NDArray[Any]:
             array = value.copy()
             array.flags.writeable = False
     if array is None or (column is _IDS and not _high_bytes(array).isascii()):  # one is negative
-        array = _cast(value, column, f"{step._name}: {name}")
+        array = _cast(value, column, name)
         array.flags.writeable = False
-    object.__setattr__(step, name, array)
     return array
 
 
 def _high_bytes(column: npt.NDArray[Any]) -> bytes:
     """The high byte of each number, on machines that are little-endian: what is wrong with one
     shows there, and bytes are looked through in a quarter of the time that NumPy takes."""
-    return column.tobytes()[3::4]
+    data: Any = column.base
+    if type(data) is not bytes or len(data) != column.nbytes:
+        data = column.tobytes()
+    high: bytes = data[3::4]
+    return high
 
 
 _MOST_LOG_PROBS = bytes([*range(0x3A), *range(0x80, 0xFF)])
@@ -167,31 +175,67 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _is_uid(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+def _is_below(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
-def _is_below(limit: int) -> Callable[[object], bool]:
-    return lambda value: (
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
-    )
+def _refused(name: str, value: object, wanted: str) -> InvalidStepError:
+    return InvalidStepError(f"{name} is {value!r:.80}; pass {wanted}")
 
 
-_NO_PICTURES: tuple[Picture, ...] = ()
+def _checked_log_probs(value: Any, n_response: int) -> LogProbs:
+    log_probs = _column(value, "rollout_log_probs", _LOG_PROBS)
+    if len(log_probs) != n_response:
+        raise InvalidStepError(
+            f"rollout_log_probs has {len(log_probs)} values for {n_response} response tokens; "
+            "pass one each, or None if unknown"
+        )
+    # NaN fails both comparisons, +inf the first, -inf the second.
+    if _high_bytes(log_probs).translate(None, _MOST_LOG_PROBS) and not (
+        np.maximum.reduce(log_probs) <= 1e-3 and np.minimum.reduce(log_probs) > -math.inf
+    ):
+        raise InvalidStepError(
+            "rollout_log_probs holds values that are no log-probabilities "
+            f"(max {log_probs.max()}); pass finite values <= 0, or None if unknown"
+        )
+    return log_probs
 
-_CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
-    ("trajectory_uid", _is_uid, "a non-empty string"),
-    ("prompt_uid", _is_uid, "a non-empty string"),
-    ("step_index", _is_below(2**31), "an integer in [0, 2**31)"),
-    ("policy_version", _is_below(MAX_INT), "an integer in [0, 2**63)"),
-    ("is_last", lambda value: isinstance(value, bool), "True or False"),
-    ("finish_reason", _FINISH_REASONS.__contains__, "'stop', 'length', 'abort' or None"),
-    ("metadata", lambda value: isinstance(value, (dict, Mapping)), "a mapping"),
-)
-"""Fields of a Step: what each has to be."""
+
+def _checked_spans(
+    value: Sequence[VersionSpan], n_response: int, policy_version: int
+) -> tuple[VersionSpan, ...]:
+    spans = tuple(value)
+    if not spans:
+        return spans
+    for s in spans:
+        is_int = type(s.version) is type(s.start) is type(s.end) is int
+        if not is_int or not 0 <= s.version < MAX_INT:
+            raise InvalidStepError(f"version_spans holds {s}; pass integers in [0, 2**63)")
+    edges = [0, *(s.end for s in spans)]
+    if [s.start for s in spans] != edges[:-1] or edges[-1] != n_response:
+        raise InvalidStepError(f"version_spans {spans} do not cover [0, {n_response})")
+    oldest = min(s.version for s in spans)
+    if policy_version != oldest:
+        raise InvalidStepError(
+            f"policy_version is {policy_version} but the oldest span has version {oldest}; "
+            "policy_version is the oldest"
+        )
+    return spans
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+def _checked_pictures(value: Any, n_prompt: int) -> tuple[Picture, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidStepError(f"pictures is {value!r:.80}; pass a sequence")
+    if (why := malformed(value, n_prompt)) is not None:
+        raise InvalidStepError(why)
+    return tuple(value)
+
+
+_FRESH: Any = {}
+"""Default of a Step's metadata: a dict of its own."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, init=False)
 class Step:
     """One LLM call: state (`prompt_ids`), action (`response_ids`), `reward`.
 
@@ -207,112 +251,114 @@ class Step:
     """Full context before the call, shape [P]; P > 0."""
     response_ids: TokenIds
     """Sampled tokens, shape [R]; R > 0."""
-    reward: float | None = None
+    reward: float | None
     """Immediate reward; None means not scored, never 0."""
     trajectory_uid: str
     prompt_uid: str
-    step_index: int = 0
+    step_index: int
     """Position in the trajectory, from 0, in the order the calls were committed."""
-    policy_version: int = 0
+    policy_version: int
     """Version that sampled the response; the oldest one if several did (`version_spans`)."""
-    is_last: bool = False
+    is_last: bool
     """Completes the trajectory once all steps up to this index have arrived."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any]
     """JSON-like. The gateway writes `sampling_params` here; the trainer reads its temperature."""
-    rollout_log_probs: LogProbs | None = None
+    rollout_log_probs: LogProbs | None
     """log μ(token) of each response token as sampled, after temperature, before top-p/top-k;
     shape [R]. None if the producer does not know them; never filled with 0."""
-    finish_reason: FinishReason | None = None
-    parent_index: int | None = None
+    finish_reason: FinishReason | None
+    parent_index: int | None
     """Step whose prompt + response this prompt begins with; None for a root. Where it is missing or
     false, the pool finds it by the token ids: the longest such step that is stored. Not for steps
     with `pictures` or `multi_modal_data`, which have to declare it."""
-    version_spans: tuple[VersionSpan, ...] = ()
+    version_spans: tuple[VersionSpan, ...]
     """Set when a weight update fell inside the call; covers [0, R) without gaps."""
-    multi_modal_data: dict[str, Any] | None = None
-    routed_experts: npt.NDArray[Any] | None = None
-    pictures: tuple[Picture, ...] = ()
+    multi_modal_data: dict[str, Any] | None
+    routed_experts: npt.NDArray[Any] | None
+    pictures: tuple[Picture, ...]
     """All pictures of the prompt, in order. Their bytes are the pool's (`put_pictures`)."""
 
-    def __post_init__(self) -> None:
-        put = object.__setattr__
-        prompt = _put_column(self, "prompt_ids", _IDS)
-        response = _put_column(self, "response_ids", _IDS)
-        if not len(prompt) or not len(response):
-            name = "response_ids" if len(prompt) else "prompt_ids"
-            raise InvalidStepError(f"{self._name}: {name} is empty; a step has at least one token")
-        if self.rollout_log_probs is not None:
-            log_probs = _put_column(self, "rollout_log_probs", _LOG_PROBS)
-            if len(log_probs) != len(response):
-                raise InvalidStepError(
-                    f"{self._name}: rollout_log_probs has {len(log_probs)} values for "
-                    f"{len(response)} response tokens; pass one each, or None if unknown"
-                )
-            # NaN fails both comparisons, +inf the first, -inf the second.
-            if _high_bytes(log_probs).translate(None, _MOST_LOG_PROBS) and not (
-                np.maximum.reduce(log_probs) <= 1e-3 and np.minimum.reduce(log_probs) > -math.inf
+    def __new__(
+        cls,
+        *,
+        prompt_ids: TokenIds,
+        response_ids: TokenIds,
+        reward: float | None = None,
+        trajectory_uid: str,
+        prompt_uid: str,
+        step_index: int = 0,
+        policy_version: int = 0,
+        is_last: bool = False,
+        metadata: dict[str, Any] = _FRESH,
+        rollout_log_probs: LogProbs | None = None,
+        finish_reason: FinishReason | None = None,
+        parent_index: int | None = None,
+        version_spans: tuple[VersionSpan, ...] = (),
+        multi_modal_data: dict[str, Any] | None = None,
+        routed_experts: npt.NDArray[Any] | None = None,
+        pictures: tuple[Picture, ...] = (),
+    ) -> Step:
+        # No `__init__`: a frozen class's sets each field by a call, which takes 2 µs a Step.
+        try:
+            prompt = _column(prompt_ids, "prompt_ids", _IDS)
+            response = _column(response_ids, "response_ids", _IDS)
+            n_prompt, n_response = len(prompt), len(response)
+            if not n_prompt or not n_response:
+                name = "response_ids" if n_prompt else "prompt_ids"
+                raise InvalidStepError(f"{name} is empty; a step has at least one token")
+            if rollout_log_probs is not None:
+                rollout_log_probs = _checked_log_probs(rollout_log_probs, n_response)
+            if reward is not None:
+                # The last step of a served trajectory holds its own reward and the outcome.
+                if not is_reward(reward, parts=2):
+                    wanted = f"a number within ±{MAX_REWARD:g}, None if not scored"
+                    raise _refused("reward", reward, wanted)
+                reward = float(reward)
+            if not isinstance(trajectory_uid, str) or not trajectory_uid:
+                raise _refused("trajectory_uid", trajectory_uid, "a non-empty string")
+            if not isinstance(prompt_uid, str) or not prompt_uid:
+                raise _refused("prompt_uid", prompt_uid, "a non-empty string")
+            if not _is_below(step_index, 2**31):
+                raise _refused("step_index", step_index, "an integer in [0, 2**31)")
+            if not _is_below(policy_version, MAX_INT):
+                raise _refused("policy_version", policy_version, "an integer in [0, 2**63)")
+            if not isinstance(is_last, bool):
+                raise _refused("is_last", is_last, "True or False")
+            if finish_reason not in _FINISH_REASONS:
+                raise _refused("finish_reason", finish_reason, "'stop', 'length', 'abort' or None")
+            if metadata is _FRESH:
+                metadata = {}
+            elif not isinstance(metadata, (dict, Mapping)):
+                raise _refused("metadata", metadata, "a mapping")
+            if parent_index is not None and (
+                type(parent_index) is not int or not 0 <= parent_index < step_index
             ):
-                raise InvalidStepError(
-                    f"{self._name}: rollout_log_probs holds values that are no log-probabilities "
-                    f"(max {log_probs.max()}); pass finite values <= 0, or None if unknown"
-                )
-        if self.reward is not None:
-            # The last step of a served trajectory holds its own reward and the outcome.
-            if not is_reward(self.reward, parts=2):
-                raise InvalidStepError(
-                    f"{self._name}: reward is {self.reward!r}; "
-                    f"pass a number within ±{MAX_REWARD:g}, None if not scored"
-                )
-            put(self, "reward", float(self.reward))
-        for name, is_valid, wanted in _CHECKS:
-            if not is_valid(value := getattr(self, name)):
-                raise InvalidStepError(f"{self._name}: {name} is {value!r:.80}; pass {wanted}")
-        if (parent := self.parent_index) is not None and (
-            type(parent) is not int or not 0 <= parent < self.step_index
-        ):
-            raise InvalidStepError(
-                f"{self._name}: parent_index is {parent!r:.80}; "
-                f"pass an integer in [0, {self.step_index}), or None"
-            )
-        if type(self.version_spans) is not tuple or self.version_spans:
-            self._check_spans()
-        if self.pictures is not _NO_PICTURES:
-            self._check_pictures()
-
-    @property
-    def _name(self) -> str:
-        return f"step {self.trajectory_uid!r}[{self.step_index}]"
-
-    def _check_spans(self) -> None:
-        owner = self._name
-        spans = tuple(self.version_spans)
-        object.__setattr__(self, "version_spans", spans)
-        if not spans:
-            return
-        for s in spans:
-            is_int = type(s.version) is type(s.start) is type(s.end) is int
-            if not is_int or not 0 <= s.version < MAX_INT:
-                raise InvalidStepError(
-                    f"{owner}: version_spans holds {s}; pass integers in [0, 2**63)"
-                )
-        edges = [0, *(s.end for s in spans)]
-        if [s.start for s in spans] != edges[:-1] or edges[-1] != len(self.response_ids):
-            raise InvalidStepError(
-                f"{owner}: version_spans {spans} do not cover [0, {len(self.response_ids)})"
-            )
-        if self.policy_version != min(s.version for s in spans):
-            raise InvalidStepError(
-                f"{owner}: policy_version is {self.policy_version} but the oldest span has version "
-                f"{min(s.version for s in spans)}; policy_version is the oldest"
-            )
-
-    def _check_pictures(self) -> None:
-        pictures: Any = self.pictures
-        if not isinstance(pictures, list | tuple):
-            raise InvalidStepError(f"{self._name}: pictures is {pictures!r:.80}; pass a sequence")
-        if (why := malformed(pictures, len(self.prompt_ids))) is not None:
-            raise InvalidStepError(f"{self._name}: {why}")
-        object.__setattr__(self, "pictures", tuple(pictures))
+                wanted = f"an integer in [0, {step_index}), or None"
+                raise _refused("parent_index", parent_index, wanted)
+            if type(version_spans) is not tuple or version_spans:
+                version_spans = _checked_spans(version_spans, n_response, policy_version)
+            if type(pictures) is not tuple or pictures:
+                pictures = _checked_pictures(pictures, n_prompt)
+        except InvalidStepError as e:
+            raise InvalidStepError(f"step {trajectory_uid!r}[{step_index}]: {e}") from e.__cause__
+        return trusted_step(
+            prompt,
+            response,
+            reward,
+            trajectory_uid,
+            prompt_uid,
+            step_index,
+            policy_version,
+            is_last,
+            metadata,
+            rollout_log_probs,
+            finish_reason,
+            parent_index,
+            version_spans,
+            multi_modal_data,
+            routed_experts,
+            pictures,
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Step):

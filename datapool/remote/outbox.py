@@ -61,16 +61,19 @@ class Outbox:
         pictures: PictureSource | None = None,
     ) -> Results:
         """Each step's outcome or refusal; waits up to `timeout_s` (None: for ever) for room."""
-        results: list[Any] = [None] * len(steps)
-        await self._send(steps, channel, range(len(steps)), results, pictures)
-        if timeout_s != 0 and (blocked := _refused(range(len(steps)), results, "PoolFullError")):
-            # The channel blocks: steps of new groups wait here, in their producer.
-            new = {steps[i].trajectory_uid: steps[i].prompt_uid for i in blocked}
-            opening = (OpenTrajectory(t, p, channel=channel) for t, p in new.items())
-            calls = (self._pool.call(op, timeout_s) for op in opening)
-            # Whatever refuses one of them refuses its steps, too.
-            await asyncio.gather(*calls, return_exceptions=True)
-            await self._send(steps, channel, blocked, results, pictures)
+        results = await self._send(steps, channel, range(len(steps)))
+        if Refusal in map(type, results):  # as hardly ever
+            await self._send_again(steps, channel, range(len(steps)), results, pictures)
+            blocked = _refused(range(len(steps)), results, "PoolFullError")
+            if timeout_s != 0 and blocked:
+                # The channel blocks: steps of new groups wait here, in their producer.
+                new = {steps[i].trajectory_uid: steps[i].prompt_uid for i in blocked}
+                opening = (OpenTrajectory(t, p, channel=channel) for t, p in new.items())
+                calls = (self._pool.call(op, timeout_s) for op in opening)
+                # Whatever refuses one of them refuses its steps, too.
+                await asyncio.gather(*calls, return_exceptions=True)
+                await self._replace(steps, channel, blocked, results)
+                await self._send_again(steps, channel, blocked, results, pictures)
         return results
 
     async def put(
@@ -113,27 +116,27 @@ class Outbox:
             await self.put(trajectory_uid, pictures, channel, prompt_uid)
         return bool(wanted)
 
-    async def _send(
+    async def _send_again(
         self,
         steps: Sequence[Step],
         channel: str,
         which: Collection[int],
-        results: list[Any],
+        results: Results,
         pictures: PictureSource | None,
     ) -> None:
-        await self._send_once(steps, channel, which, results)
+        """Send those again that the pool lacks pictures, or the base, of."""
         if pictures is not None:
             await self._send_pictures(steps, channel, which, results, pictures)
         if unknown := _refused(which, results, "UnknownBaseError"):
             self.recent.clear()
-            await self._send_once(steps, channel, unknown, results)
+            await self._replace(steps, channel, unknown, results)
 
     async def _send_pictures(
         self,
         steps: Sequence[Step],
         channel: str,
         which: Collection[int],
-        results: list[Any],
+        results: Results,
         source: PictureSource,
     ) -> None:
         """Store the pictures that steps were refused for, and send those steps again, with the ones
@@ -146,7 +149,8 @@ class Outbox:
         digests = {
             d
             for i in refused
-            if isinstance(error := results[i].error(), UnknownPictureError)
+            if isinstance(refusal := results[i], Refusal)
+            and isinstance(error := refusal.error(), UnknownPictureError)
             for d in error.digests
         }
         digests |= {picture.digest for i in later for picture in steps[i].pictures}
@@ -157,33 +161,38 @@ class Outbox:
             for i in refused:
                 results[i] = Refusal.of(e)
             return
-        await self._send_once(steps, channel, refused, results)
+        await self._replace(steps, channel, refused, results)
 
-    async def _send_once(
-        self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]
+    async def _replace(
+        self, steps: Sequence[Step], channel: str, which: Collection[int], results: Results
     ) -> None:
-        """Each step relative to the parent that it names, if that was sent before; in one call."""
-        sent: list[int] = []
+        """Send steps again, for other results."""
+        for i, result in zip(which, await self._send(steps, channel, which), strict=True):
+            results[i] = result
+
+    async def _send(self, steps: Sequence[Step], channel: str, which: Iterable[int]) -> Results:
+        """Return the results of steps, each sent relative to the parent that it names if that was
+        sent before; in one call."""
         packed: list[tuple[str, str, PackedStep]] = []
-        for i in which:
+        malformed: dict[int, Refusal] = {}
+        for at, i in enumerate(which):
             step = steps[i]
             try:
                 packed.append(
                     (step.trajectory_uid, step.prompt_uid, self.recent.pack(step, channel))
                 )
             except InvalidStepError as e:
-                results[i] = Refusal.of(e)
-            else:
-                sent.append(i)
-        if not sent:
-            return
-        answers: Results
-        try:
-            answers = await self._pool.call(SubmitSteps(in_trajectories(packed), channel))
-        except DataPoolError as e:  # of the call: nothing was acknowledged
-            answers = [Refusal.of(e)] * len(sent)
-        for i, answer in zip(sent, answers, strict=True):
-            results[i] = answer
+                malformed[at] = Refusal.of(e)
+        results: Results = []
+        if packed:
+            try:
+                op = SubmitSteps(in_trajectories(packed), channel)
+                results = await self._pool.call(op)
+            except DataPoolError as e:  # of the call: nothing was acknowledged
+                results = [Refusal.of(e)] * len(packed)
+        for at, refusal in malformed.items():
+            results.insert(at, refusal)
+        return results
 
 
 class RecentSteps:
@@ -224,6 +233,5 @@ class RecentSteps:
 
 def _refused(which: Iterable[int], results: Sequence[Any], *kinds: str) -> list[int]:
     """Indices of results that are refusals of one of these kinds."""
-    if Refusal not in map(type, results):  # as nearly always
-        return []
-    return [i for i in which if isinstance(results[i], Refusal) and results[i].kind in kinds]
+    found = ((i, results[i]) for i in which)
+    return [i for i, result in found if isinstance(result, Refusal) and result.kind in kinds]

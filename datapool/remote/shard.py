@@ -1,7 +1,7 @@
 """This module holds one shard for a client so that its calls arrive in order, and once: operations
 out, answers back, again if the pool restarts.
 
-    call ──► unanswered ──one write for all of this turn──► connection ──► answer
+    call ──► unanswered ──one write for 16 of this turn───► connection ──► answer
                  │                                              │ breaks (the pool died)
                  └───────── all again, in order ◄── connected ◄─┘
 
@@ -45,6 +45,9 @@ RESTART_S = CUT_OFF_S + 90.0
 CONNECT_S = 5.0
 RETRY_S = 0.05
 """Seconds between two tries to connect."""
+AT_ONCE = 16
+"""Calls of one turn of the loop that are sent before it ends. With all at its end, callers that
+wait for each other's answers and the pool would take turns, each with one core idle."""
 
 
 class Caller(Protocol):
@@ -168,6 +171,8 @@ class RemoteShard(ABC):
             self._flush()
         elif len(self._unsent) == 1:
             loop.call_soon(self._flush)
+        elif len(self._unsent) == AT_ONCE:  # the pool works while the turn goes on
+            self._flush()
         return call
 
     def _flush(self) -> None:
