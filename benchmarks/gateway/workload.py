@@ -173,7 +173,7 @@ def _calling(source: _Source, arguments: str) -> dict[str, Any]:
     call = {"id": CALL_ID, "type": "function", "function": called}
     reply = {"role": "assistant", "content": None, "tool_calls": [call]}
     item = {"type": "function_call", "call_id": CALL_ID, **called}
-    common = {"answer": f'"name":"{CALLED}"', "answer_characters": 0, "calls": True}
+    common = {"answer": f'"{CALLED}"', "answer_characters": 0, "calls": True}
     flat = [{"type": "function", **tool["function"]} for tool in tools]
     return {
         "tools": {
