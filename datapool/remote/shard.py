@@ -45,7 +45,7 @@ RESTART_S = CUT_OFF_S + 90.0
 CONNECT_S = 5.0
 RETRY_S = 0.05
 """Seconds between two tries to connect."""
-AT_ONCE = 16
+AT_ONCE = 4
 """Calls of one turn of the loop that are sent before it ends. With all at its end, callers that
 wait for each other's answers and the pool would take turns, each with one core idle."""
 
