@@ -44,9 +44,11 @@ async def conversation(question: str, answer: str, metadata: Any) -> None:
 async def desk(questions: Any, turn: int) -> None:
     for i in range(turn, len(questions), QUESTIONS_AT_ONCE):
         agents = (conversation(**questions[i]) for _ in range(VOTES))
-        for failure in await asyncio.gather(*agents, return_exceptions=True):
-            if failure is not None:
-                report(failed=repr(failure))
+        ended = await asyncio.gather(*agents, return_exceptions=True)
+        failures = [failure for failure in ended if failure is not None]
+        for failure in failures:
+            report(failed=repr(failure))
+        await asyncio.sleep(len(failures) / VOTES)  # what is down is not asked in a circle
 
 
 def report(**what: Any) -> None:
