@@ -322,6 +322,16 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.long
+def test_a_run_that_did_all_its_steps_does_more_when_it_is_asked(tmp_path: Path) -> None:
+    for total in (1, 3):
+        done = run_here(command(tmp_path, f"trainer.total_steps={total}"))
+        assert done.returncode == 0, done.stderr
+    assert "resumed at optimizer step 1" in done.stdout
+    assert [r["step"] for r in records_of(tmp_path)] == [1, 2, 3]
+    assert audit(tmp_path / "checkpoints" / LEDGER).doubled == ()
+
+
+@pytest.mark.long
 def test_a_version_that_is_rolled_back_beside_a_trainer_is_trained_on(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(
