@@ -399,7 +399,8 @@ class Step:
         except InvalidStepError:
             raise
         except (TypeError, ValueError) as e:
-            raise InvalidStepError(f"no Step has these fields ({e}); see Step.to_dict") from e
+            why = str(e).replace("__new__()", "__init__()")  # the constructor, as others name it
+            raise InvalidStepError(f"no Step has these fields ({why}); see Step.to_dict") from e
 
     @property
     def token_ids(self) -> TokenIds:

@@ -86,11 +86,10 @@ def config_of_try(
                 "with rollout.harness, such as mine.yaml"
             )
         name, chosen = harness, []
-        if load_config(name, overrides).rollout.harness is None:
-            raise ConfigError(f"{harness} has no rollout.harness; name one, e.g. claude_code")
-    own = ["run.name=try", "run.resume=never", "rollout.agent=null"]
-    own += ["rollout.n=1", "rollout.min_n=1", "rollout.max_attempts=1", "gateway.port=0"]
+    own = ["run.name=try", "run.resume=never", "gateway.port=0"]
+    own += ["rollout.n=1", "rollout.min_n=1", "rollout.max_attempts=1"]
     if harness in PRESETS:
+        own.append("rollout.agent=null")  # the configuration's
         # Its own times end it, not those of the agent that the configuration has.
         own += [f"rollout.timeout_s={LONGEST_S}", f"rollout.group_deadline_s={LONGEST_S}"]
     task: Task = {"instance_id": "try", "data_source": "try", "answer": None, "metadata": {}}
@@ -101,6 +100,8 @@ def config_of_try(
             tasks.flush()
             own.append(f"data={tasks.name}")
         config = load_config(name, [*own, *chosen, *overrides])
+    if config.rollout.harness is None:
+        raise ConfigError(f"{harness} has no rollout.harness; name one, e.g. claude_code")
     agent(config)
     return config, task if isinstance(asked, str) else _task(config, asked)
 
