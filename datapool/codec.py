@@ -50,7 +50,8 @@ from stepwell.datapool.types import (
     trusted_step,
 )
 
-_HEADER = Struct("<iiiIqdIIIII")
+_LAYOUT = "iiiIqdIIIII"
+_HEADER = Struct(f"<{_LAYOUT}")
 _INDEX, _FLAGS_AT, _VERSION = Struct("<i"), 12, Struct("<16xq")
 _BASE, _SCORE, _CRC = Struct("<8xi"), Struct("<16xqd"), Struct("<44xI")
 _N_TOKENS, _N_OWN = Struct("<32xI4xI"), Struct("<36xII")
@@ -124,11 +125,10 @@ class Header(NamedTuple):
 
 
 _HEADERS = np.dtype(
+    # Counts are signed, as the columns that are made of them.
     [
-        *((name, "<i4") for name in ("step_index", "parent", "base_index")),
-        *(("flags", "<u4"), ("policy_version", "<i8"), ("own_reward", "<f8")),
-        *((name, "<i4") for name in ("n_prompt", "n_new", "n_response")),
-        *((name, "<u4") for name in ("crc", "base_crc")),
+        (name, f"<{code.replace('I', 'i')}")
+        for name, code in zip(Header._fields, _LAYOUT, strict=True)
     ]
 )
 

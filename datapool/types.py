@@ -233,6 +233,8 @@ def _checked_pictures(value: Any, n_prompt: int) -> tuple[Picture, ...]:
 
 _FRESH: Any = {}
 """Default of a Step's metadata: a dict of its own."""
+_REQUIRED = ("prompt_ids", "response_ids", "trajectory_uid", "prompt_uid")
+"""Fields of a Step without a default."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, init=False)
@@ -390,6 +392,10 @@ class Step:
         Raises:
             InvalidStepError: a field is malformed, unknown or missing.
         """
+        if missing := [name for name in _REQUIRED if name not in values]:
+            raise InvalidStepError(f"a Step needs {', '.join(missing)}, too; see Step.to_dict")
+        if unknown := [*(values.keys() - cls.__dataclass_fields__.keys())]:
+            raise InvalidStepError(f"a Step has no {', '.join(sorted(unknown))}; see Step.to_dict")
         try:
             spans = tuple(VersionSpan(**span) for span in values.get("version_spans") or ())
             experts = values.get("routed_experts")
@@ -399,8 +405,7 @@ class Step:
         except InvalidStepError:
             raise
         except (TypeError, ValueError) as e:
-            why = str(e).replace("__new__()", "__init__()")  # the constructor, as others name it
-            raise InvalidStepError(f"no Step has these fields ({why}); see Step.to_dict") from e
+            raise InvalidStepError(f"no Step has these fields ({e}); see Step.to_dict") from e
 
     @property
     def token_ids(self) -> TokenIds:

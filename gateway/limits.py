@@ -114,7 +114,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self.open: set[Deadline] = set()
-        """Those whose blocks run; each enters and leaves by itself."""
+        """Deadlines of blocks that run; each enters and leaves by itself."""
         self.next_look = math.inf
         """Time of the event loop's clock at which expired ones are looked for."""
         self._timer: asyncio.TimerHandle | None = None

@@ -1,7 +1,7 @@
 """This module holds one shard for a client so that its calls arrive in order, and once: operations
 out, answers back, again if the pool restarts.
 
-    call ──► unanswered ──one write for 16 of this turn───► connection ──► answer
+    call ──► unanswered ──a write for a few of this turn──► connection ──► answer
                  │                                              │ breaks (the pool died)
                  └───────── all again, in order ◄── connected ◄─┘
 

@@ -67,3 +67,12 @@ def test_nobody_changes_a_step_nor_the_array_that_it_was_made_of():
             assert not column.flags.writeable
         with pytest.raises(FrozenInstanceError):
             each.reward = 1.0
+
+
+def test_a_dictionary_that_lacks_fields_or_has_others_is_refused_by_their_names() -> None:
+    whole = step().to_dict()
+    lacking = {k: v for k, v in whole.items() if k not in ("response_ids", "prompt_uid")}
+    with pytest.raises(InvalidStepError, match=r"a Step needs response_ids, prompt_uid, too"):
+        Step.from_dict(lacking)
+    with pytest.raises(InvalidStepError, match=r"a Step has no colour, size; see Step\.to_dict"):
+        Step.from_dict({**whole, "size": 1, "colour": 2})

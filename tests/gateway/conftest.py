@@ -589,7 +589,7 @@ OURS = http_protocol(GatewayConfig())
 
 
 async def stop(server: uvicorn.Server, listening: socket.socket) -> None:
-    """As `uvicorn.Server.shutdown`, which sleeps 0.1 s whether or not there is work left."""
+    """Shut down like `uvicorn.Server.shutdown`, but without its 0.1 s where no work is left."""
     state, patience_s = server.server_state, server.config.timeout_graceful_shutdown or 0
     for each in server.servers:
         each.close()

@@ -26,7 +26,7 @@ MODEL = load_config("quickstart").model.path
 
 
 class Usage(NamedTuple):
-    """As `shutil.disk_usage` has it."""
+    """Result of `shutil.disk_usage`."""
 
     total: int
     used: int

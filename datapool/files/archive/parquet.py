@@ -210,7 +210,7 @@ class _StepColumns:
         self._n_new = np.where(self._has_prompt, headers["n_prompt"], headers["n_new"])
         self.n_tokens: list[int] = (self._n_new + headers["n_response"]).tolist()
         self.token_ids: list[memoryview] = []
-        """Of each step: its prompt if it has one, and its own."""
+        """Each step's prompt if it has one, then its own."""
         self.log_probs: list[memoryview] = []
         self._said: list[str | None] = []
         self._metadata: list[str | None] = []
