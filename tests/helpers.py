@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
 
 import psutil
 from aiohttp import web
 from aiohttp.typedefs import Handler
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -47,6 +51,12 @@ def actor_processes(name: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def instances(of: type[T]) -> list[T]:
+    """Objects of this class that are alive. (Not of `gc.get_objects()`: it holds the tuples, too,
+    that other threads are making, and CPython refuses to end one that somebody else holds.)"""
+    return [each for each in gc.get_referrers(of) if isinstance(each, of)]
 
 
 async def gone(pid: int) -> bool:

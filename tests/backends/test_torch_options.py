@@ -23,6 +23,7 @@ from stepwell.backends.torch.backend import TorchBackend
 from stepwell.backends.torch.optimizer import learning_rate
 from stepwell.datapool.types import Step
 from tests.backends.models import qwen3, save_model
+from tests.helpers import instances
 
 VOCAB = 128
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -451,7 +452,7 @@ def test_another_reference_can_be_named_and_replaced_weights_are_noticed(
 def test_a_backend_that_nobody_holds_leaves_no_weights_behind(model_path: Path) -> None:
     def alive() -> int:
         gc.collect()
-        return sum(isinstance(x, torch.nn.Parameter) for x in gc.get_objects())
+        return len(instances(torch.nn.Parameter))
 
     before = alive()
     for dtype in ("float32", "bfloat16"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import socket
 from contextlib import suppress
@@ -15,6 +14,7 @@ import pytest
 from stepwell.gateway.config import Tuning
 from stepwell.gateway.http_protocol import HttpProtocol
 from tests.builders import until
+from tests.helpers import instances
 
 KEY = "an-admin-key-of-32-characters-00"
 AUTHORISED = f"authorization: Bearer {KEY}\r\n"
@@ -254,7 +254,7 @@ def call_of(body: dict[str, Any], at: str = "/t1/p1") -> bytes:
 
 def connections() -> list[HttpProtocol]:
     """The server's side of what is connected."""
-    found = (each for each in gc.get_objects() if isinstance(each, HttpProtocol))
+    found = instances(HttpProtocol)
     return [each for each in found if each.transport is not None and not each.is_lost]
 
 

@@ -4,6 +4,7 @@ and that known bytes are not decoded again."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import struct
 import time
@@ -25,9 +26,10 @@ from pydantic import ValidationError
 from stepwell.backends.pictures import digest_of
 from stepwell.datapool.pictures import shadow_ids
 from stepwell.gateway.config import PicturesConfig
-from stepwell.gateway.pictures import PictureReader
+from stepwell.gateway.pictures import PictureReader, RequestPictures
 from tests.builders import until
 from tests.gateway.conftest import Sampled, World
+from tests.helpers import instances
 from tests.vision_model import make_vision_model, png
 
 TURNS = 50
@@ -885,8 +887,6 @@ async def test_the_dashboard_shows_a_picture_of_a_trajectory_that_refers_to_it(
 
 
 async def test_nothing_keeps_a_pictures_bytes_after_its_request(vision: World) -> None:
-    import gc
-
     client = await vision.client()
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
     out = BytesIO()
@@ -898,10 +898,7 @@ async def test_nothing_keeps_a_pictures_bytes_after_its_request(vision: World) -
     del messages, answer
     vision.engine.requests.clear()
     gc.collect()
-    from stepwell.gateway.pictures import RequestPictures
-
-    kept = [each for each in gc.get_objects() if isinstance(each, RequestPictures)]
-    assert not [each for each in kept if each._body or each.pngs]
+    assert not [each for each in instances(RequestPictures) if each._body or each.pngs]
 
 
 async def test_a_resolution_that_is_asked_for_is_told_to_be_left_aside(vision: World) -> None:
