@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sqlite3
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -324,9 +325,16 @@ async def _bytes_of(base: Path, groups: int, text: str) -> dict[str, float]:
             await pool.fetch()
         await _drained(pool)
         files = _size(base / "archive" / "trajectories")
-        index = sum(_size(path) for path in (base / "archive").glob("catalogue-*.sqlite"))
+        index = sum(map(_index_size, (base / "archive").glob("catalogue-*.sqlite")))
     found = {"journal": journal, "files": files, "index": index}
     return {name: n / len(calls) for name, n in found.items()}
+
+
+def _index_size(path: Path) -> int:
+    """Bytes of all pages, those that only the write-ahead log has among them."""
+    with closing(sqlite3.connect(path)) as db:
+        pages = db.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
+        return int(pages.fetchone()[0])
 
 
 def _size(path: Path) -> int:
