@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.gateway import FULL as GATEWAY_SIZE
 from benchmarks.gateway import running as running_gateways
-from benchmarks.gateway.measure import Bench, Sample, run_job
+from benchmarks.gateway.measure import GatewayBench, Sample, run_job
 from benchmarks.gateway.systems import Stepwell as Gateway
 from benchmarks.pool.cluster import bench_cluster
 from benchmarks.pool.systems import Stepwell as Pool
@@ -285,7 +285,7 @@ async def _gateway(report: BenchResult, base: Path, size: Size, minutes: float) 
     ]
 
 
-async def _calls(bench: Bench, system: Gateway, prompts: int, first: int) -> Sample:
+async def _calls(bench: GatewayBench, system: Gateway, prompts: int, first: int) -> Sample:
     options = {"connections": CONNECTIONS, "prompts": prompts, "first_prompt": first}
     job = bench.job(system, "chat", **options)
     async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""The base of what is compared, gateways and stores, and the way to compare it.
+"""One run of a bench, the base of what it compares, gateways and stores, and the way to compare it.
 
 All systems of a bench run at once and take turns on the same work in every round. Differences and
 ratios are taken within a round: what else the machine does meets all of them. Medians over rounds.
@@ -10,7 +10,10 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from benchmarks.checks import BenchResult
 
 T = TypeVar("T")
 
@@ -29,6 +32,21 @@ class System(ABC):
         Args:
             world: what the systems of a bench share, such as the engine behind all gateways.
         """
+
+
+SystemT = TypeVar("SystemT", bound=System)
+SizeT = TypeVar("SizeT")
+
+
+@dataclass(kw_only=True)
+class Bench(Generic[SystemT, SizeT]):
+    """One run: the sections of a bench fill its report, one after the other."""
+
+    systems: Sequence[SystemT]
+    """Programs that are compared."""
+    size: SizeT
+    """Amount of work that is measured."""
+    report: BenchResult = field(default_factory=BenchResult)
 
 
 def paired(of: Sequence[T], to: Sequence[T], compare: Callable[[T, T], float]) -> float:

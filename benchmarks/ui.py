@@ -29,7 +29,7 @@ import aiohttp
 from benchmarks.checks import BenchResult
 from benchmarks.gateway import QUICK as SMALL
 from benchmarks.gateway import running
-from benchmarks.gateway.measure import Bench, sample
+from benchmarks.gateway.measure import GatewayBench, sample
 from benchmarks.gateway.systems import Stepwell
 from benchmarks.pool.workload import STEPS_PER_GROUP, small_calls
 from stepwell.datapool import DataPoolClient, Step
@@ -138,7 +138,7 @@ async def browser() -> AsyncIterator[Any]:
 
 
 async def throughput(
-    bench: Bench, origin: str, rounds: int, groups: int, report: BenchResult
+    bench: GatewayBench, origin: str, rounds: int, groups: int, report: BenchResult
 ) -> None:
     """Without a page, with what a page asks for, with the browser: in turns."""
     found: dict[str, list[float]] = {"without": [], "open": [], "browser": []}

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.gateway.hostile import hostile
-from benchmarks.gateway.measure import CONNECTIONS, Bench, Size, delayed, throughput
+from benchmarks.gateway.measure import CONNECTIONS, GatewayBench, Size, delayed, throughput
 from benchmarks.gateway.memory import live_trajectories, soak
 from benchmarks.gateway.process import running_client, running_engine
 from benchmarks.gateway.shapes import (
@@ -125,7 +125,7 @@ async def run(
 @asynccontextmanager
 async def running(
     systems: Sequence[Gateway], ours: Stepwell, size: Size, minutes: float = 0
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[GatewayBench]:
     """An engine that answers at once, a client that sends load, and these systems, at once."""
     # The others run at normal priority; Ray's processes would be nice by default.
     with (
@@ -138,4 +138,12 @@ async def running(
             client = await stack.enter_async_context(running_client(workload))
             for system in systems:
                 await stack.enter_async_context(system.running(engine, workload))
-            yield Bench(workload, engine, client, systems, ours, size, minutes)
+            yield GatewayBench(
+                workload=workload,
+                engine=engine,
+                client=client,
+                systems=systems,
+                ours=ours,
+                size=size,
+                minutes=minutes,
+            )

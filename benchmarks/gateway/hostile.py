@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from benchmarks.gateway.client import Connection
-from benchmarks.gateway.measure import DELAY_S, Bench
+from benchmarks.gateway.measure import DELAY_S, GatewayBench
 from benchmarks.gateway.process import Client, running_client
 from benchmarks.gateway.workload import TURNS
 
@@ -269,7 +269,7 @@ def hostile_body(name: str) -> tuple[str, bytes]:
     return path, made if isinstance(made, bytes) else orjson.dumps(made)
 
 
-async def hostile(bench: Bench) -> None:
+async def hostile(bench: GatewayBench) -> None:
     """The load for a fifth of the time without hostile bodies, then with them."""
     report, seconds = bench.report, 60.0 * bench.minutes
     made = {name: await asyncio.to_thread(hostile_body, name) for name in HOSTILE}
@@ -294,7 +294,7 @@ async def hostile(bench: Bench) -> None:
 
 
 async def _loaded(
-    bench: Bench, second: Client, made: dict[str, tuple[str, bytes]], seconds: float
+    bench: GatewayBench, second: Client, made: dict[str, tuple[str, bytes]], seconds: float
 ) -> tuple[dict[str, float], list[str], dict[str, str]]:
     """Agents and a second client for so long: what the latter saw, errors, and how hostile bodies
     were answered."""

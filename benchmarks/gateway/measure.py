@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checks import BenchResult
 from benchmarks.gateway.client import Job, Result, cpu_seconds
 from benchmarks.gateway.process import Client, Engine, resident_bytes
 from benchmarks.gateway.systems import Direct, Gateway, Rllm, Stepwell, StepwellReplicas
 from benchmarks.gateway.workload import ROLLOUTS, TURNS, Workload
-from benchmarks.system import paired
+from benchmarks.system import Bench, paired
 
 CONNECTIONS = (1, 16, 64)
 DELAY_S = 0.05
@@ -60,20 +59,17 @@ Samples = dict[tuple[str, int], list[Sample]]
 """(system, connections) -> one per round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """The processes that all sections use, and what they found."""
+@dataclass(kw_only=True)
+class GatewayBench(Bench[Gateway, Size]):
+    """Gateways, and the processes that all sections use."""
 
     workload: Workload
     engine: Engine
     client: Client
-    systems: Sequence[Gateway]
     ours: Stepwell
     """One process."""
-    size: Size
     minutes: float
     """Length of the soak."""
-    report: BenchResult = field(default_factory=BenchResult)
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
     def job(self, system: Gateway, kind: str, **options: int | float | bool | str | None) -> Job:
@@ -91,7 +87,7 @@ class Bench:
         return Job(**fields)
 
 
-async def throughput(bench: Bench) -> None:
+async def throughput(bench: GatewayBench) -> None:
     """Every system at every number of connections, from an engine that answers at once."""
     size, report, ours = bench.size, bench.report, bench.ours
     few, most = min(size.connections), max(size.connections)
@@ -117,7 +113,7 @@ async def throughput(bench: Bench) -> None:
     report.at_most(f"p50_added_ms_at_{few}", added, 3.0)
 
 
-async def delayed(bench: Bench) -> None:
+async def delayed(bench: GatewayBench) -> None:
     """The same with an engine that takes 50 ms; and, of one process of ours, once more with
     trajectories that stay open and begin one after the other."""
     size, report, ours = bench.size, bench.report, bench.ours
@@ -176,7 +172,7 @@ async def delayed(bench: Bench) -> None:
 
 
 async def sample(
-    bench: Bench, system: Gateway, connections: int, prompts: int, first_prompt: int = 0
+    bench: GatewayBench, system: Gateway, connections: int, prompts: int, first_prompt: int = 0
 ) -> Sample:
     """One measurement; what was stored is checked afterwards."""
     options = {"connections": connections, "prompts": prompts, "first_prompt": first_prompt}
@@ -186,7 +182,7 @@ async def sample(
     return found
 
 
-async def run_job(bench: Bench, system: Gateway, job: Job) -> tuple[Sample, Result]:
+async def run_job(bench: GatewayBench, system: Gateway, job: Job) -> tuple[Sample, Result]:
     """The figures of one job, and what the client saw."""
     cpu, pool_cpu = _cpu(*system.pids), _cpu(system.pool_pid)
     result = await bench.client.run(job)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.gateway.measure import Bench
+from benchmarks.gateway.measure import GatewayBench
 from benchmarks.gateway.process import resident_bytes
 from benchmarks.gateway.size import bound
 from benchmarks.gateway.workload import LONG_TURNS, ROLLOUTS
@@ -24,7 +24,7 @@ AFTER_S = 15.0
 """A gateway gives free memory back every 10 s."""
 
 
-async def live_trajectories(bench: Bench) -> None:
+async def live_trajectories(bench: GatewayBench) -> None:
     """Measure the memory of open trajectories, 8 of each prompt, on average.
 
     As many were open and closed before: what they leave is caches. Free memory is given back before
@@ -65,7 +65,7 @@ async def live_trajectories(bench: Bench) -> None:
     report.at_most("resident_by_bound", grown / n / most, 1.0)
 
 
-async def soak(bench: Bench) -> None:
+async def soak(bench: GatewayBench) -> None:
     """Agents at once, each with one conversation of 20 turns after the other.
 
     Their first conversations begin one after the other over a quarter of the time, so that those of

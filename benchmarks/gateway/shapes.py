@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 import orjson
 
-from benchmarks.gateway.measure import Bench, Sample, run_job
+from benchmarks.gateway.measure import GatewayBench, Sample, run_job
 from benchmarks.gateway.process import resident_bytes
 from benchmarks.gateway.systems import Direct, Gateway, Rllm
 from benchmarks.gateway.workload import CALLING, CONTEXTS, GROWING, LONG_TURNS, ROLLOUTS
@@ -35,7 +35,7 @@ GROWING_TURNS = 6
 WAVES = 6
 
 
-async def long_conversations(bench: Bench) -> None:
+async def long_conversations(bench: GatewayBench) -> None:
     report, ours = bench.report, bench.ours
     cpu_s: list[list[float]] = []
     for conversations in (1, bench.size.conversations):  # the first warms up
@@ -60,7 +60,7 @@ async def long_conversations(bench: Bench) -> None:
     ]
 
 
-async def contexts(bench: Bench) -> None:
+async def contexts(bench: GatewayBench) -> None:
     """Measure every system that is one process."""
     bench.report.figures["growing_by_500_tokens_a_turn"] = [
         {"system": system.name, "context": kind, "cpu_ms": await _growing(bench, system, kind)}
@@ -70,7 +70,7 @@ async def contexts(bench: Bench) -> None:
     ]
 
 
-async def coding(bench: Bench) -> None:
+async def coding(bench: GatewayBench) -> None:
     """Measure every system that is one process, whole and streamed."""
     bench.report.figures["coding_agents_at_45k"] = [
         {
@@ -83,7 +83,7 @@ async def coding(bench: Bench) -> None:
     ]
 
 
-async def short_conversations(bench: Bench) -> None:
+async def short_conversations(bench: GatewayBench) -> None:
     """Measure every system that is one process, taking turns; of the Responses API ours alone."""
     report, size, ours = bench.report, bench.size, bench.ours
     shapes: list[tuple[str, Gateway, str]] = [
@@ -122,7 +122,9 @@ async def short_conversations(bench: Bench) -> None:
         report.at_most(f"cpu_ms_of_short_{kind}_at_{most}", cpu_ms, 0.6)
 
 
-async def _growing(bench: Bench, system: Gateway, kind: str, *, stream: bool = False) -> float:
+async def _growing(
+    bench: GatewayBench, system: Gateway, kind: str, *, stream: bool = False
+) -> float:
     """Median CPU of a turn in milliseconds, first turns left out."""
     job = bench.job(
         system,
@@ -140,7 +142,7 @@ async def _growing(bench: Bench, system: Gateway, kind: str, *, stream: bool = F
     return 1e3 * statistics.median(s for turns in cpu_s for s in turns[1:])
 
 
-async def streams(bench: Bench) -> None:
+async def streams(bench: GatewayBench) -> None:
     """Every system's streams, taking turns."""
     report, lengths = bench.report, _lengths(bench)
     first_ms: dict[str, list[float]] = defaultdict(list)
@@ -187,7 +189,7 @@ async def streams(bench: Bench) -> None:
     report.at_least("chunks_seen_before_the_next", statistics.mean(in_time[mine]), 0.99)
 
 
-async def events(bench: Bench) -> None:
+async def events(bench: GatewayBench) -> None:
     """Measure every system that is one process, taking turns."""
     report, size = bench.report, bench.size
     systems = [system for system in bench.systems if len(system.pids) == 1]
@@ -221,7 +223,7 @@ async def events(bench: Bench) -> None:
         report.at_least(f"streams_by_rllm_at_{STREAMS}", ratio, 4.0)
 
 
-def _lengths(bench: Bench) -> list[int]:
+def _lengths(bench: GatewayBench) -> list[int]:
     """Characters of the answer after each event that has text."""
     pieces = orjson.loads(bench.workload.answer_file.read_bytes())["text"]["pieces"]
     return list(accumulate(len(piece) for piece in pieces if piece))
@@ -239,7 +241,7 @@ def _arrivals(seen: Sequence[tuple[float, int]], lengths: Sequence[int]) -> list
     return times
 
 
-async def waves(bench: Bench) -> None:
+async def waves(bench: GatewayBench) -> None:
     """Every agent opens a connection of its own and runs one trajectory; six times."""
     report, ours, agents = bench.report, bench.ours, bench.size.agents
     rows, all_errors = [], []

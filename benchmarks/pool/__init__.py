@@ -50,6 +50,7 @@ from benchmarks.pool.systems import (
 )
 from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
 from benchmarks.pool.workload import PAYLOAD_BYTES, small_calls, workload_a
+from benchmarks.system import Bench
 
 FIRST_ANSWER_S = 5.0
 
@@ -84,24 +85,26 @@ FULL = Size(
 QUICK = Size(1, 512, 0.1, (256, 1_024), turns=3, conversions=2, recovered=(1_280, 1_280), groups=4)
 
 
-class Bench:
-    """The stores of a run, and what was found about them."""
+class PoolBench(Bench[Store, Size]):
+    """Stores, and what was found about each."""
 
     def __init__(self, size: Size) -> None:
-        self.size, self.report = size, BenchResult()
         self.rows: defaultdict[str, dict[str, float]] = defaultdict(dict)
         none, process, power = Stepwell("none"), Stepwell("process"), Stepwell("power")
         two, four = Stepwell("process", 2), Stepwell("process", 4)
         bare, of_steps, socket, handle = BareActor(), BareSteps(), BareSocket(), BareHandle()
-        compared: list[Store] = [none, process, power, bare, socket]
-        self.systems: dict[str, list[Store]] = {
-            "memory": [none, process, power, bare],
+        others = [TransferQueue()] if is_installed() else []
+        self.compared: dict[str, list[Store]] = {
+            "memory": [none, process, power, bare, *others],
             "acks": [none, process],
-            "throughput": compared,
+            "throughput": [none, process, power, bare, socket, *others],
             "shards": [process, two, four],
             "handle": [handle, bare, of_steps],
         }
         """Section -> what it measures; one that is not here has pools of its own."""
+        super().__init__(systems=self.of([*self.compared]), size=size)
+        if not others:
+            self.report.figures[f"{TransferQueue.name}, not installed"] = INSTALL
         pipelined, waited = (process, PIPELINED), (bare, ONE_AT_A_TIME)
         one_by_one = (bare, ONE_BY_ONE)
         self.claims: dict[str, list[tuple[str, float, Timed, Timed]]] = {
@@ -112,6 +115,12 @@ class Bench:
                 ("none_by_bare_pipelined", 1.0, (none, PIPELINED), (bare, PIPELINED)),
                 ("process_concurrent_by_bare_one_by_one", 5.0, (process, CONCURRENT), one_by_one),
                 ("process_concurrent_by_socket", 1.7, (process, CONCURRENT), (socket, CONCURRENT)),
+                # One put after another is how its documentation feeds it. With 32 at once it loses
+                # the order that stands for its groups; the table shows that figure too.
+                *(
+                    ("process_by_transfer_queue", 8.0, pipelined, (other, ONE_AT_A_TIME))
+                    for other in others
+                ),
             ],
             "shards": [
                 ("two_shards_by_one", 0.9, (two, PIPELINED), pipelined),
@@ -125,23 +134,13 @@ class Bench:
             ],
         }
         """Section -> what is divided by what, and the least that comes out."""
-        if is_installed():
-            # One put after another is how its documentation feeds it. With 32 at once it loses the
-            # order that stands for its groups; the table shows that figure too.
-            other = TransferQueue()
-            compared.append(other)
-            self.systems["memory"].append(other)
-            claim = "process_by_transfer_queue", 8.0, pipelined, (other, ONE_AT_A_TIME)
-            self.claims["throughput"].append(claim)
-        else:
-            self.report.figures[f"{TransferQueue.name}, not installed"] = INSTALL
 
     def of(self, sections: Sequence[str]) -> list[Store]:
         """Return the systems that are measured in one of `sections`."""
-        return list(dict.fromkeys(s for name in sections for s in self.systems.get(name, ())))
+        return list(dict.fromkeys(s for name in sections for s in self.compared.get(name, ())))
 
     async def memory(self, section: str) -> None:
-        for system in self.systems[section]:
+        for system in self.compared[section]:
             rss, private, written = await memory(system, self.size.stored)
             figures = {"rss_bytes_per_step": rss, "private_bytes_per_step": private}
             self.rows[system.name] |= figures | {"written_bytes_per_step": written}
@@ -156,13 +155,13 @@ class Bench:
     async def acks(self, section: str) -> None:
         none, process = [
             await bytes_written_by_acks(system, self.size.stored, self.size.settle_s)
-            for system in self.systems[section]
+            for system in self.compared[section]
         ]
         # Without a journal it is the leased steps on their way to the consumer.
         self.report.at_most("ack_bytes_per_step", process - none, 500)
 
     async def rates(self, section: str) -> None:
-        systems, size = self.systems[section], self.size
+        systems, size = self.compared[section], self.size
         rates = await throughput(systems, section, rounds=size.rounds, groups=size.groups)
         for system in systems:
             for mode in MODES:  # those that were measured before stay
@@ -203,13 +202,13 @@ class Bench:
         self.report.figures["recovery"] = rows
 
 
-SECTIONS: dict[str, Callable[[Bench, str], Awaitable[None]]] = {
-    "memory": Bench.memory,  # first: of processes that never held more
-    "acks": Bench.acks,
-    **dict.fromkeys(("throughput", "shards", "handle"), Bench.rates),
-    "latency": Bench.latency,
-    "conversion": Bench.conversion,
-    "recovery": Bench.recovery,
+SECTIONS: dict[str, Callable[[PoolBench, str], Awaitable[None]]] = {
+    "memory": PoolBench.memory,  # first: of processes that never held more
+    "acks": PoolBench.acks,
+    **dict.fromkeys(("throughput", "shards", "handle"), PoolBench.rates),
+    "latency": PoolBench.latency,
+    "conversion": PoolBench.conversion,
+    "recovery": PoolBench.recovery,
 }
 
 
@@ -221,14 +220,14 @@ async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
         RuntimeError: a system gave back other content than it was given.
     """
     wanted = chosen_sections(only, SECTIONS)
-    bench = Bench(QUICK if quick else FULL)
+    bench = PoolBench(QUICK if quick else FULL)
     with bench_cluster():
         async with running(bench.of(wanted)):
-            for name in bench.systems:
+            for name in bench.compared:
                 if name in wanted:
                     await SECTIONS[name](bench, name)
         for name in wanted:
-            if name not in bench.systems:
+            if name not in bench.compared:
                 await SECTIONS[name](bench, name)
     bench.report.figures["systems"] = [{"system": k} | row for k, row in bench.rows.items()]
     return bench.report.without_bounds() if quick else bench.report

@@ -18,7 +18,7 @@ from benchmarks.pool import (
     BareActor,
     BareSocket,
     BareSteps,
-    Bench,
+    PoolBench,
     Stepwell,
     run,
 )
@@ -103,7 +103,7 @@ def test_a_full_run_measures_what_the_claims_are_about() -> None:
 
 
 def test_a_section_runs_only_the_systems_that_it_compares() -> None:
-    bench = Bench(QUICK)
+    bench = PoolBench(QUICK)
     assert [s.name for s in bench.of(["shards"])] == [OURS[1], *HOW[:2]]
     assert [s.name for s in bench.of(["acks", "handle"])] == [
         *OURS[:2],
