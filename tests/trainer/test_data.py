@@ -796,6 +796,12 @@ def test_conversations_that_are_trained_as_they_are_are_never_cut() -> None:
         DataConfig.model_validate({"sft": {"kind": "jsonl", "path": "x.jsonl", **cut}})
 
 
+def test_an_evaluation_has_no_epochs() -> None:
+    val = {"kind": "jsonl", "path": "x.jsonl", "epochs": 2}
+    with pytest.raises(ValidationError, match=r"val.epochs is 2, .* set validation.n"):
+        DataConfig.model_validate({"val": val})
+
+
 def test_measuring_without_a_tokenizer_is_refused(write: WriteLines, tmp_path: Path) -> None:
     path = write({"question": "a"})
     with pytest.raises(DataError, match=r"max_prompt_tokens is 5.*tokenizer_path"):

@@ -279,6 +279,15 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _evaluations_have_no_epochs(self) -> DataConfig:
+        if self.val is not None and self.val.epochs is not None:
+            raise ValueError(
+                f"val.epochs is {self.val.epochs}, but each evaluation tries each task of val as "
+                "often as validation.n says; leave it out, and set validation.n"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _episodes_of_one_kind(self) -> DataConfig:
         sources = [each for each in (self.train, self.val) if each is not None]
         played = [each for each in sources if isinstance(each, VerifiersSource)]
