@@ -123,9 +123,14 @@ class DirectCall(RequestResponseCycle):
     and ends it as it does its own."""
 
     receive: Any
+    client: Any
+    """Host and port of its client, as a proxy says if it came over one; likewise `scheme`."""
+    scheme: Any
     caller: Principal
     url: Named | None
     """The trajectory that its URL names."""
+    task: asyncio.Task[None]
+    """The task that answers it."""
     content: bytes
     """The body, until its handler takes it."""
     awaited: asyncio.Event | None = None
@@ -165,6 +170,12 @@ class DirectCall(RequestResponseCycle):
             self.awaited.set()
         return self.awaited
 
+    def begin(self, app: Any) -> None:
+        """Answer it in a task, which the server waits for as it shuts down."""
+        connection = self.connection
+        self.task = connection.loop.create_task(self.run_asgi(app))
+        connection.tasks.add(self.task)
+
     def run_asgi(self, app: Any) -> Coroutine[Any, Any, None]:
         """Answer it. uvicorn's `app` rewrites what a proxy says of its client, and comes back to
         `answer_call`."""
@@ -184,7 +195,8 @@ class DirectCall(RequestResponseCycle):
         """It is answered, or nobody is left to be."""
         if not self.response_complete:
             self.transport.close()
-        del self.connection  # which refers to this
+        self.connection.tasks.discard(self.task)
+        del self.connection, self.task  # which refer to this
 
     def answer(self, body: bytes, headers: Mapping[str, str], status: int = 200) -> None:
         """Write the whole answer."""
@@ -425,10 +437,16 @@ class HttpProtocol(HttpToolsProtocol):
         before = self.cycle
         self.cycle = call = DirectCall(self, target, headers, keep_alive)
         if before is None or before.response_complete:
-            self._start_asgi_task(call, self.app)
+            call.begin(self.app)
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((call, self.app))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if type(cycle) is DirectCall:
+            cycle.begin(app)
+        else:
+            super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._has_moved = True
