@@ -328,7 +328,7 @@ def origin(services: Services, exchange: Exchange) -> dict[str, str]:
     has. Several prompts may have trajectories of their own: they stand in the order of the prompts,
     with commas between them."""
     headers: dict[str, str] = {}
-    version = exchange.version
+    version, is_recorded = exchange.told()
     version = services.engine.version if version is None else version
     if version is not None:
         headers[VERSION_HEADER] = str(version)
@@ -337,7 +337,7 @@ def origin(services: Services, exchange: Exchange) -> dict[str, str]:
         headers[TRAJECTORY_HEADER] = ",".join(quoted(uid).replace(",", "%2C") for uid in uids)
     elif uids:
         headers[TRAJECTORY_HEADER] = quoted(uids[0])
-    if exchange.parsed.call.stores_step and exchange.is_unrecorded:
+    if exchange.parsed.call.stores_step and not is_recorded:
         headers[RECORDED_HEADER] = "false"
     if ignored := exchange.parsed.ignored:
         services.calls.counts["ignored_fields"] += len(ignored)
