@@ -30,7 +30,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -376,6 +376,7 @@ class Calls:
         did not acknowledge: the very same Step. Its failure is `live.error`; only a cancellation
         that is not `live.cancel` is raised."""
         live.task, live.is_running = asyncio.current_task(), True
+        request = live.request
         try:
             if live.why_cancelled is not None:
                 raise live.why_cancelled
@@ -383,17 +384,24 @@ class Calls:
                 if (place := self.limits.enter()) is not None:
                     await place
                 try:
-                    if live.request.forced:
-                        live.publish(live.text.begin(live.request.forced))
+                    if request.forced:
+                        live.publish(live.text.begin(request.forced))
                     asked_at = time.perf_counter()
-                    generation = await self._sampled(trajectory, live)
+                    generation = await self.engine.generate(
+                        live.prompt_ids,
+                        request.sampling,
+                        affinity=trajectory.uid,
+                        on_tokens=live.on_tokens if request.stream else None,
+                        pieces=request.pieces if request.is_kept else (),
+                        pictures=self._shown(trajectory, request) if request.pictures else None,
+                    )
                 finally:
                     self.limits.leave()
                 self._generated(live, generation, asked_at)
             live.state = "committing"
             stored = None
-            if live.request.stores_step:
-                step, request = partial(self._step, trajectory, live), live.request
+            if request.stores_step:
+                step = partial(self._step, trajectory, live)
                 sources = partial(self._brought, request) if request.pictures else None
                 stored = await trajectory.append(live, step, sources)
             if isinstance(stored, Call):
@@ -445,20 +453,6 @@ class Calls:
         """Let a call go on beside its request, if nothing does yet."""
         if live.is_due:
             live.task = asyncio.create_task(self.run(trajectory, live))
-
-    def _sampled(
-        self, trajectory: LiveTrajectory, live: LiveCall
-    ) -> Coroutine[Any, Any, Generation]:
-        """Let the engine sample it."""
-        request = live.request
-        return self.engine.generate(
-            live.prompt_ids,
-            request.sampling,
-            affinity=trajectory.uid,
-            on_tokens=live.on_tokens if request.stream else None,
-            pieces=request.pieces if request.is_kept else (),
-            pictures=self._shown(trajectory, request) if request.pictures else None,
-        )
 
     def _generated(self, live: LiveCall, generation: Generation, asked_at: float) -> None:
         """Set what was sampled, and where its turn belongs.
