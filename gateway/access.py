@@ -417,7 +417,7 @@ class Hosts:
         self._origins |= {f"{p.scheme}://{p.netloc}".encode() for p in map(urlsplit, public)}
         self._is_ours = lru_cache(REMEMBERED)(self._judge)
 
-    def check(self, scope: Scope, host: bytes | None, origin: bytes | None) -> None:
+    def check(self, scheme: str, host: bytes | None, origin: bytes | None) -> None:
         """
         Raises:
             HostError, OriginError
@@ -429,7 +429,7 @@ class Hosts:
             )
         if origin is None or origin in self._origins:
             return
-        if host is None or origin.lower() != scope["scheme"].encode() + b"://" + host.lower():
+        if host is None or origin.lower() != scheme.encode() + b"://" + host.lower():
             raise OriginError(
                 f"the request comes from a page of {origin.decode('latin-1')!r:.80}; add that to "
                 "gateway.allowed_origins"
@@ -500,9 +500,14 @@ class AccessControl:
         self._threads = threads
 
     def admit(
-        self, scope: Scope, connection: Connection, needed: Access, url: Named | None
-    ) -> tuple[Principal, RequestHeaders]:
-        """Return the caller of a request, of whose body no byte is read yet, and its headers.
+        self,
+        headers: RequestHeaders,
+        scheme: str,
+        connection: Connection,
+        needed: Access,
+        url: Named | None,
+    ) -> Principal:
+        """Return the caller of a request, of whose body no byte is read yet.
 
         Args:
             needed: access that the request's endpoint needs.
@@ -511,18 +516,16 @@ class AccessControl:
         Raises:
             RequestError, HostError, OriginError, AuthenticationError, PermissionDeniedError
         """
-        if scope["query_string"] and is_gemini(scope["path"]):
-            _take_key(scope)
-        headers = RequestHeaders(scope["headers"])
-        if len(headers.first) < len(scope["headers"]):
-            _check_single(scope)
-        self.hosts.check(scope, headers.first.get(b"host"), headers.first.get(b"origin"))
+        first = headers.first
+        if len(first) < len(headers.raw):
+            _check_single(headers)
+        self.hosts.check(scheme, first.get(b"host"), first.get(b"origin"))
         caller = self.keys.authorize(headers, needed, url)
         if needed != "open":
             connection.authenticated()
-        return caller, headers
+        return caller
 
-    def whole_body(self, headers: RequestHeaders, body: bytearray) -> bytes | None:
+    def whole_body(self, headers: RequestHeaders, body: bytes) -> bytes | None:
         """The body of an admitted call that has arrived whole; None: it is long, and `read_body` is
         to look at it.
 
@@ -533,11 +536,12 @@ class AccessControl:
             return None
         if body:
             _check_kind(headers.first.get(b"content-type", b""))
-        return bytes(body)
+        return body
 
     async def read_body(
         self,
-        scope: Scope,
+        headers: RequestHeaders,
+        path: str,
         receive: Receive,
         needed: Access,
         *,
@@ -556,10 +560,10 @@ class AccessControl:
                 or it holds too much.
             ConnectionResetError: the client left in the middle of its body.
         """
-        headers = dict(scope["headers"])
-        if b"content-length" not in headers and b"transfer-encoding" not in headers:
+        first = headers.first
+        if b"content-length" not in first and b"transfer-encoding" not in first:
             return b""
-        kind, most = headers.get(b"content-type", b""), self._config.max_body_bytes
+        kind, most = first.get(b"content-type", b""), self._config.max_body_bytes
         most = min(most, MAX_OPEN_BODY) if needed == "open" else most
         if is_call:
             most = self._most_of_call
@@ -575,7 +579,7 @@ class AccessControl:
                     f"the request's body did not arrive within {timeout_s:g} s; send it at once"
                 ) from e
         if not is_call:
-            await self.check_holdings(scope["path"], body)
+            await self.check_holdings(path, body)
         return body
 
     async def check_text(self, path: str, text: bytes) -> None:
@@ -652,26 +656,26 @@ def named(request: Request) -> Named | None:
     return uid_of(params["trajectory_uid"]), uid_of(params["prompt_uid"])
 
 
-def _check_single(scope: Scope) -> None:
+def _check_single(headers: RequestHeaders) -> None:
     """
     Raises:
         RequestError: there are several headers where readers that take the first one, and the
             last one, would disagree about who is addressed, or asks.
     """
-    names = [name for name, _ in scope["headers"]]
+    names = [name for name, _ in headers.raw]
     for name in ("Host", "Origin"):
         if names.count(name.lower().encode()) > 1:
             raise RequestError(f"the request has several {name} headers; send one", name)
 
 
-def _take_key(scope: Scope) -> None:
-    """Make the key in a URL of Gemini's API (`?key=`) a header, as which all else reads keys."""
-    named = parse_qsl(scope["query_string"].decode("latin-1"))
+def take_keys(path: str, query: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """The keys in a URL of Gemini's API (`?key=`) as headers, as which all else reads keys; and
+    the rest of the query."""
+    named = parse_qsl(query.decode("latin-1")) if query and is_gemini(path) else ()
     keys = [(b"x-goog-api-key", key.encode()) for name, key in named if name == "key"]
     if keys:
-        scope["headers"] = [*scope["headers"], *keys]
-        rest = [(name, value) for name, value in named if name != "key"]
-        scope["query_string"] = urlencode(rest).encode()
+        query = urlencode([each for each in named if each[0] != "key"]).encode()
+    return keys, query
 
 
 def _check_kind(kind: bytes) -> None:

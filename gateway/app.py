@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.gateway.access import is_gemini, keep, routing_path
+from stepwell.gateway.access import is_gemini, keep, routing_path, take_keys
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.endpoints import ENDPOINTS, Finder, Found
@@ -38,7 +38,7 @@ from stepwell.gateway.openapi_process import read_document
 from stepwell.gateway.routes import ANSWER_HEADERS
 from stepwell.gateway.services import Services
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.web import connection_of
+from stepwell.gateway.web import RequestHeaders, connection_of
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class _App(FastAPI):
         if scope["type"] == "lifespan":
             await super().__call__(scope, receive, send)
         elif (call := scope["extensions"].get(CALL)) is not None:
+            call.client, call.scheme = scope["client"], scope["scheme"]
             await self.answer_call(call)
         else:
             await self._entry(scope, receive, send)
@@ -94,22 +95,23 @@ class _App(FastAPI):
 
     async def answer_call(self, call: DirectCall) -> None:
         """Answer a call of a dialect; errors are answers in its shape."""
-        services, scope = self._services, call.scope
-        endpoint, _, needed, call.url = call.found
+        services, headers = self._services, call.headers
+        endpoint, _, needed, call.url = call.target.found
         try:
             if (turn := services.engine.pace.turn(is_new=True)) is not None:
                 await turn  # before any work is done for it
             if self._cors is not None:
-                call.common_headers = await _cors_headers(self._cors, scope)
+                call.common_headers = await _cors_headers(self._cors, headers)
             access, body = services.access, None
-            call.caller, call.headers = access.admit(scope, call.connection, needed, call.url)
+            call.caller = access.admit(headers, call.scheme, call.connection, needed, call.url)
             if not call.more_body:
-                body = access.whole_body(call.headers, call.body)
+                body = access.whole_body(headers, call.body)
             if body is not None:
-                call.body.clear()
+                call.body = b""
             else:
                 body = await access.read_body(
-                    scope,
+                    headers,
+                    call.target.path,
                     call.receive,
                     needed,
                     is_complete=not call.more_body,
@@ -120,7 +122,7 @@ class _App(FastAPI):
         except ConnectionResetError:  # nobody is left to answer
             return
         except Exception as e:  # noqa: BLE001 - told in the dialect's shape
-            refused = _refusal(scope["path"], e)
+            refused = _refusal(call.target.path, e)
             if not call.response_started:
                 await call.connection.drain()  # of a client that asks on and reads nothing
                 call.respond(refused)
@@ -136,9 +138,12 @@ class _App(FastAPI):
         endpoint, params, needed, url = self._finder.find(scope["method"], path)
         try:
             connection, access = connection_of(scope), services.access
-            caller, _ = access.admit(scope, connection, needed, url)
+            keys, scope["query_string"] = take_keys(path, scope["query_string"])
+            scope["headers"] = [*scope["headers"], *keys]
+            headers = RequestHeaders(scope["headers"])
+            caller = access.admit(headers, scope["scheme"], connection, needed, url)
             is_complete = connection.is_complete
-            body = await access.read_body(scope, receive, needed, is_complete=is_complete)
+            body = await access.read_body(headers, path, receive, needed, is_complete=is_complete)
             keep(scope, caller, body)
             if endpoint is None:
                 services.hosts.name_own(scope)  # a redirect goes there
@@ -163,9 +168,8 @@ def _refusal(path: str, e: Exception) -> Response:
     return error_response(path, e)
 
 
-async def _cors_headers(cors: CORSMiddleware, scope: Scope) -> bytes:
+async def _cors_headers(cors: CORSMiddleware, headers: Headers) -> bytes:
     """Header lines that let a page read an answer, if it may."""
-    headers = Headers(scope=scope)
     if "origin" not in headers:  # no page asks, and older Starlettes look for one all the same
         return b"vary: Origin\r\n"
     lines: list[bytes] = []

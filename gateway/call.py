@@ -30,7 +30,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -61,7 +61,6 @@ from stepwell.gateway.config import ChannelSampling, Thinking
 from stepwell.gateway.engine import Generation, Sampler
 from stepwell.gateway.errors import (
     UNAVAILABLE,
-    ContextLengthError,
     EngineError,
     GatewayError,
     RequestError,
@@ -163,6 +162,7 @@ class Calls:
                 await self._prepare(trajectory, request, context)
                 if len(requests) > 1:
                     await asyncio.sleep(0)  # others go on between two prompts
+            asked: list[tuple[LiveTrajectory, ChatRequest, list[RetryKey]]] = []
             for i, request in enumerate(requests):
                 keys = retry.of_prompt(i).samples(n)
                 for left in range(MAX_BEGINNINGS - 1, -1, -1):
@@ -178,40 +178,32 @@ class Calls:
                         used.append(trajectory)
                         trajectory.users += 1
                         await self._prepare(trajectory, request, context)
+                asked.append((trajectory, request, keys))
             # No turn of the loop from here on: of two tries at once the second finds the first.
             samples: list[_Sample] = []
-            for i, request in enumerate(requests):
-                trajectory = trajectories[i]
+            for trajectory, request, keys in asked:
                 request.sampling = self._sampling(trajectory, request, context)
-                for key in retry.of_prompt(i).samples(n):
+                for key in keys:
                     if (known := trajectory.calls.find(key)) is not None:
                         self.counts["retries"] += 1
                     samples.append((trajectory, request, key, known))
             if self.limits.max_turns is not None:
                 self._check_turns(samples)
-            begun: list[LiveCall] = []
-            for sample in samples:
-                begun.append(self._begin(*sample, dialect))
-            return begun
+            return [self._begin(*sample, dialect) for sample in samples]
         finally:
             for trajectory in used:
                 trajectory.users -= 1
                 trajectory.forget_if_unused()
 
-    async def _prepare(
+    def _prepare(
         self, trajectory: LiveTrajectory, request: ChatRequest, context: int
-    ) -> None:
+    ) -> Awaitable[None]:
         """Make a prompt that fits; the pool is not asked."""
         if request.tools or request.forced_tool is not None:
             self._check_tools(request)
         if trajectory.unrecorded == "asked":
             request.is_kept = False
-        if request.is_big:
-            await asyncio.sleep(0)
-        await self.prompts.prepare(trajectory.graph, request, context)
-        # Engines refuse a request whose prompt and response reach the context length.
-        if context - len(request.ids) - 1 < 1:
-            raise ContextLengthError.of(len(request.ids), context)
+        return self.prompts.prepare(trajectory.graph, request, context)
 
     async def _open(
         self,
@@ -223,7 +215,10 @@ class Calls:
     ) -> None:
         """Open the trajectory, and make the prompt again if it has other turns than were known."""
         was_new, n_steps = trajectory.is_new, trajectory.steps
-        await trajectory.open(caller)
+        if was_new:
+            await trajectory.open(caller)
+        else:
+            trajectory.check_owner(caller)
         if not was_new and (self.replicas > 1 or keys[0].is_retry):
             await self._catch_up(trajectory, request, keys)
         if trajectory.steps > n_steps:
@@ -381,6 +376,7 @@ class Calls:
         did not acknowledge: the very same Step. Its failure is `live.error`; only a cancellation
         that is not `live.cancel` is raised."""
         live.task, live.is_running = asyncio.current_task(), True
+        request = live.request
         try:
             if live.why_cancelled is not None:
                 raise live.why_cancelled
@@ -388,13 +384,24 @@ class Calls:
                 if (place := self.limits.enter()) is not None:
                     await place
                 try:
-                    await self._generate(trajectory, live)
+                    if request.forced:
+                        live.publish(live.text.begin(request.forced))
+                    asked_at = time.perf_counter()
+                    generation = await self.engine.generate(
+                        live.prompt_ids,
+                        request.sampling,
+                        affinity=trajectory.uid,
+                        on_tokens=live.on_tokens if request.stream else None,
+                        pieces=request.pieces if request.is_kept else (),
+                        pictures=self._shown(trajectory, request) if request.pictures else None,
+                    )
                 finally:
                     self.limits.leave()
+                self._generated(live, generation, asked_at)
             live.state = "committing"
             stored = None
-            if live.request.stores_step:
-                step, request = partial(self._step, trajectory, live), live.request
+            if request.stores_step:
+                step = partial(self._step, trajectory, live)
                 sources = partial(self._brought, request) if request.pictures else None
                 stored = await trajectory.append(live, step, sources)
             if isinstance(stored, Call):
@@ -447,29 +454,13 @@ class Calls:
         if live.is_due:
             live.task = asyncio.create_task(self.run(trajectory, live))
 
-    async def _generate(self, trajectory: LiveTrajectory, live: LiveCall) -> None:
-        """Set what was sampled, and where its turn belongs."""
+    def _generated(self, live: LiveCall, generation: Generation, asked_at: float) -> None:
+        """Set what was sampled, and where its turn belongs.
+
+        Args:
+            asked_at: time (`time.perf_counter()`) when the engine was asked.
+        """
         request, text = live.request, live.text
-        if request.forced:
-            live.publish(text.begin(request.forced))
-        asked_at = time.perf_counter()
-        try:
-            generation = await self.engine.generate(
-                live.prompt_ids,
-                request.sampling,
-                affinity=trajectory.uid,
-                on_tokens=live.on_tokens if request.stream else None,
-                pieces=request.pieces if request.is_kept else (),
-                pictures=self._shown(trajectory, request) if request.pictures else None,
-            )
-        except RequestError as e:
-            if request.constraint is None:
-                raise
-            raise RequestError(
-                f"{request.constraint_field}: {e}; leave it out, or start the engine with a "
-                "grammar backend that takes it",
-                request.constraint_field,
-            ) from e
         now = time.perf_counter()
         live.engine_s = now - asked_at
         live.timing = {
@@ -722,6 +713,14 @@ class Calls:
 
 def _shown(error: BaseException, trajectory: LiveTrajectory, live: LiveCall) -> GatewayError:
     """An error as clients are told it."""
+    is_constrained = live.request.constraint is not None and not live.is_generated
+    if is_constrained and isinstance(error, RequestError):
+        field = live.request.constraint_field
+        return RequestError(
+            f"{field}: {error}; leave it out, or start the engine with a grammar backend that "
+            "takes it",
+            field,
+        )
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, InvalidStepError):

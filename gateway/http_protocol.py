@@ -26,7 +26,6 @@ import math
 from collections.abc import Coroutine, Mapping, Sized
 from functools import lru_cache
 from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import httptools
@@ -39,7 +38,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from stepwell.gateway.access import Named, Principal, routing_path
+from stepwell.gateway.access import Named, Principal, routing_path, take_keys
 from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import (
     ClientTimeoutError,
@@ -94,7 +93,6 @@ class ConnectionLimits:
 
 _FORWARDED = frozenset((b"x-forwarded-for", b"x-forwarded-proto"))
 """Headers that uvicorn's `app` reads."""
-_NAME = itemgetter(0)
 CALL = "stepwell.call"
 """Extension of a scope: its `DirectCall`."""
 
@@ -110,31 +108,37 @@ class CallApp(Protocol):
 
 
 class _Target(NamedTuple):
-    """The address of a call, as it was found."""
+    """The address of calls, as it was found."""
 
     found: Any
     """The application's `find_call` of `path`."""
     path: str
-    raw_path: bytes
     query: bytes
+    keys: list[tuple[bytes, bytes]]
+    """Keys of the URL, as headers."""
 
 
 class DirectCall(RequestResponseCycle):
     """An LLM call and its answer, which is written without ASGI's messages. uvicorn queues, starts
     and ends it as it does its own."""
 
-    scope: Any
     receive: Any
+    client: Any
+    """Host and port of its client, as a proxy says if it came over one; likewise `scheme`."""
+    scheme: Any
     caller: Principal
-    headers: RequestHeaders
     url: Named | None
     """The trajectory that its URL names."""
+    task: asyncio.Task[None]
+    """The task that answers it."""
     content: bytes
     """The body, until its handler takes it."""
     awaited: asyncio.Event | None = None
     """`message_event`, if somebody waits for the body."""
     common_headers = b""
     """Headers of every answer to it, as lines."""
+    body: Any = b""
+    """Bytes that have come and nobody has taken: most bodies come in one piece."""
     # uvicorn's own, as they are at first.
     access_log = disconnected = False
     more_body = True
@@ -147,24 +151,15 @@ class DirectCall(RequestResponseCycle):
     def __init__(
         self,
         connection: HttpProtocol,
-        scope: dict[str, Any],
-        found: Any,
+        target: _Target,
+        headers: RequestHeaders,
         keep_alive: bool,
-        is_forwarded: bool,
     ) -> None:
-        """
-        Args:
-            found: the application's `find_call` of its path.
-            is_forwarded: a proxy says for whom it asks.
-        """
-        self.scope, self.transport, self.flow = scope, connection.transport, connection.flow
+        self.connection, self.target, self.headers = connection, target, headers
+        self.client, self.scheme = connection.client, connection.scheme
+        self.transport, self.flow = connection.transport, connection.flow
         self.waiting_for_100_continue = connection.expect_100_continue
         self.keep_alive = keep_alive
-        self.on_response = connection.on_response_complete
-        self.body = bytearray()
-        self.connection = connection
-        self.found = found
-        self._is_forwarded = is_forwarded
 
     @property
     def message_event(self) -> asyncio.Event:  # type: ignore[override]
@@ -175,20 +170,33 @@ class DirectCall(RequestResponseCycle):
             self.awaited.set()
         return self.awaited
 
+    def begin(self, app: Any) -> None:
+        """Answer it in a task, which the server waits for as it shuts down."""
+        connection = self.connection
+        self.task = connection.loop.create_task(self.run_asgi(app))
+        connection.tasks.add(self.task)
+
     def run_asgi(self, app: Any) -> Coroutine[Any, Any, None]:
         """Answer it. uvicorn's `app` rewrites what a proxy says of its client, and comes back to
         `answer_call`."""
-        if self._is_forwarded:
-            self.scope["extensions"][CALL] = self
-            forwarded: Coroutine[Any, Any, None] = app(self.scope, self.receive, self.send)
-            return forwarded
-        return self.connection.app_of_calls.answer_call(self)
+        if _FORWARDED.isdisjoint(self.headers.first):
+            return self.connection.app_of_calls.answer_call(self)
+        scope = {
+            "type": "http",
+            "scheme": self.scheme,
+            "client": self.client,
+            "headers": self.headers.raw,
+            "extensions": {CALL: self},
+        }
+        forwarded: Coroutine[Any, Any, None] = app(scope, self.receive, self.send)
+        return forwarded
 
     def end(self) -> None:
         """It is answered, or nobody is left to be."""
         if not self.response_complete:
             self.transport.close()
-        del self.connection  # which refers to this
+        self.connection.tasks.discard(self.task)
+        del self.connection, self.task  # which refer to this
 
     def answer(self, body: bytes, headers: Mapping[str, str], status: int = 200) -> None:
         """Write the whole answer."""
@@ -225,7 +233,7 @@ class DirectCall(RequestResponseCycle):
         self.transport.write(data)
         if not self.keep_alive:
             self.transport.close()
-        self.on_response()
+        self.connection.on_response_complete()
 
 
 @lru_cache(maxsize=4096)
@@ -381,12 +389,11 @@ class HttpProtocol(HttpToolsProtocol):
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        headers = self.headers
-        n = len(self.url) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
-        names = {*map(_NAME, headers)}
-        is_forwarded = not _FORWARDED.isdisjoint(names)
-        if b"expect" in names:
-            expected = [value.lower() for name, value in headers if name == b"expect"]
+        raw = self.headers
+        headers = RequestHeaders(raw)
+        n = len(self.url) + sum(map(len, chain.from_iterable(raw))) + 4 * len(raw)
+        if b"expect" in headers.first:
+            expected = [value.lower() for name, value in raw if name == b"expect"]
             self.expect_100_continue = b"100-continue" in expected
         if n > self._limits.max_header_bytes:
             refused = self._too_large()
@@ -409,7 +416,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.scope |= {"headers": self.headers, "extensions": extensions}
             super().on_headers_complete()
         else:
-            self._take_call(target, is_forwarded)
+            self._take_call(target, headers)
         self.headers = []  # those of the scope are complete: trailers are none of them
 
     def _find(self, method: bytes, url: bytes) -> _Target | None:
@@ -417,33 +424,29 @@ class HttpProtocol(HttpToolsProtocol):
         parts = httptools.parse_url(url)
         path = routing_path(parts.path)
         found = self.app_of_calls.find_call(path) if method == b"POST" else None
-        return None if found is None else _Target(found, path, parts.path, parts.query or b"")
+        if found is None:
+            return None
+        keys, query = take_keys(path, parts.query or b"")
+        return _Target(found, path, query, keys)
 
-    def _take_call(self, target: _Target, is_forwarded: bool) -> None:
+    def _take_call(self, target: _Target, headers: RequestHeaders) -> None:
         """Start a call, or queue it behind the request that is being answered."""
-        found, path, raw_path, query = target
-        version = self.parser.get_http_version()
-        scope = {
-            "type": "http",
-            "http_version": version,
-            "method": "POST",
-            "scheme": self.scheme,
-            "server": self.server,
-            "client": self.client,
-            "path": path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "headers": self.headers,
-            "extensions": {CONNECTION: self},
-        }
+        if target.keys:
+            headers = RequestHeaders([*headers.raw, *target.keys])
+        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
         before = self.cycle
-        keep_alive = version != "1.0" and self.parser.should_keep_alive()
-        self.cycle = call = DirectCall(self, scope, found, keep_alive, is_forwarded)
+        self.cycle = call = DirectCall(self, target, headers, keep_alive)
         if before is None or before.response_complete:
-            self._start_asgi_task(call, self.app)
+            call.begin(self.app)
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((call, self.app))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if type(cycle) is DirectCall:
+            cycle.begin(app)
+        else:
+            super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._has_moved = True

@@ -10,12 +10,12 @@ of the event loop. No crowd of agents and no agent that runs wild takes all of a
 keep-alive is sent and nobody is accepted. `Pace` lets some of them go on in each turn, in their
 order::
 
-    turn 1    a b c d e f g h │ i j k …      turn 2    i j k l m n o p │ q …
+    turn 1    a b c d e f g h … 8 ms │ v w x …      turn 2    v w x y z │ …
 
+Whoever comes passes at once, until the turn has taken long enough; others wait for the next one.
 Calls that the engine or the pool has answered go before new ones: they have waited longest, and
-what they hold is free when they are done. How many go on is found out: twice as many after a turn
-that was short, half as many after one that took too long. So a few dozen go on together, as the
-pool's batches like it, and hundreds one after the other.
+what they hold is free when they are done. How many of those that wait go on in a turn is found out:
+twice as many after one that was short, half as many after one that took too long.
 
 Does not own: sizes and times of bodies (`access.py`); how an engine schedules what it was given.
 """
@@ -117,6 +117,8 @@ class Deadlines:
         """Deadlines of blocks that run; each enters and leaves by itself."""
         self.next_look = math.inf
         """Time of the event loop's clock at which expired ones are looked for."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """None: no deadline was begun yet."""
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, when: float) -> None:
@@ -124,7 +126,7 @@ class Deadlines:
         if when < self.next_look:
             if self._timer is not None:
                 self._timer.cancel()
-            loop = asyncio.get_running_loop()
+            self.loop = loop = asyncio.get_running_loop()
             self.next_look = max(when, loop.time() + LEAST_PAUSE_S)
             self._timer = loop.call_at(self.next_look, self._look, loop)
 
@@ -154,11 +156,11 @@ class Deadline:
         self._cancelling = 0
 
     def __enter__(self) -> Deadline:
-        self._task = task = asyncio.current_task()
+        deadlines = self._deadlines
+        self._task = task = asyncio.current_task(deadlines.loop)
         if task is None:
             raise RuntimeError("a deadline is a task's")
         self._cancelling = task.cancelling()
-        deadlines = self._deadlines
         deadlines.open.add(self)
         if self.when < deadlines.next_look:
             deadlines.watch(self.when)
@@ -204,9 +206,9 @@ class Pace:
     def __init__(self, turn_s: float = 0.008) -> None:
         self._turn_s = turn_s
         self._limit = FIRST
-        self._passed = 0
-        """In this turn."""
-        self._began = 0.0
+        """Of those that wait, as many go on in the next turn."""
+        self._began: float | None = None
+        """Time when the first one passed in this turn; None: none has."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._new: deque[asyncio.Future[None]] = deque()
 
@@ -226,33 +228,31 @@ class Pace:
         Args:
             is_new: as `enter`, otherwise as `keep`.
         """
-        if 0 < self._passed < self._limit and not self._waiting and not (is_new and self._new):
-            self._passed += 1
-            return None
-        line = self._new if is_new else self._waiting
-        if self._passed >= self._limit or self._waiting or line:
-            turn = asyncio.get_running_loop().create_future()
-            line.append(turn)
-            return turn
-        if self._passed == 0:
-            self._began = time.perf_counter()
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._next, loop)  # behind all that passes in this turn
-        self._passed += 1
-        return None
+        if not self._waiting and not (is_new and self._new):
+            now = time.perf_counter()
+            if self._began is None:
+                self._began = now
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self._next, loop)  # behind all that passes in this turn
+                return None
+            if now - self._began < self._turn_s:
+                return None
+        turn = asyncio.get_running_loop().create_future()
+        (self._new if is_new else self._waiting).append(turn)
+        return turn
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        took = time.perf_counter() - self._began
+        now, n = time.perf_counter(), 0
+        took = now - (self._began or now)
         if took > self._turn_s:
             self._limit = max(self._limit // 2, 1)
         elif took < self._turn_s / 2 and (self._waiting or self._new):
             self._limit = min(self._limit * 2, MOST)
-        self._passed = 0
-        while self._passed < self._limit and (line := self._waiting or self._new):
+        while n < self._limit and (line := self._waiting or self._new):
             turn = line.popleft()
             if not turn.done():  # cancelled
                 turn.set_result(None)
-                self._passed += 1
-        if self._passed:
-            self._began = time.perf_counter()
+                n += 1
+        self._began = now if n else None
+        if n:
             loop.call_soon(self._next, loop)

@@ -252,13 +252,16 @@ class Prompts:
         """Find the turn that a normalised request extends, and make its exact prompt.
 
         Args:
-            context: texts that certainly have more tokens are refused before they are made.
+            context: prompts that leave no room for one token are refused; texts that certainly have
+                more tokens before they are made.
 
         Raises:
             RequestError: the chat template refuses the conversation, there is no text, or an id is
                 none of the model's.
             ContextLengthError
         """
+        if request.is_big:
+            await asyncio.sleep(0)
         keys, plain = request.keys_from(graph.keys), request.plain
         attached, n_known, cause = graph.attach(keys.root, keys if plain is None else plain)
         if request.is_big:
@@ -297,6 +300,9 @@ class Prompts:
         if request.is_kept:  # of calls of tools the garbage collector would walk through each part
             is_short = len(ids) <= SHORT_TOKENS and not request.tools
             graph.keys = keys if is_short and type(request.messages) is list else None
+        # Engines refuse a request whose prompt and response reach the context length.
+        if context is not None and context - len(ids) - 1 < 1:
+            raise ContextLengthError.of(len(ids), context)
 
     def _suffix(
         self, turn: Turn, request: ChatRequest, keys: Keys, n_known: int, context: int | None

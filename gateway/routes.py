@@ -125,8 +125,8 @@ def token_generate(services: Services, call: DirectCall) -> Awaitable[None]:
 def gemini(services: Services, call: DirectCall) -> Awaitable[None]:
     """A call of Gemini's API, whatever model it names. `alt=sse`: the stream comes as server-sent
     events, otherwise as a JSON array that grows."""
-    method = call.scope["path"].rpartition(":")[2]
-    alt = QueryParams(call.scope["query_string"]).get("alt", "json")
+    method = call.target.path.rpartition(":")[2]
+    alt = QueryParams(call.target.query).get("alt", "json")
     if alt not in ("json", "sse"):
         raise wrong("alt", alt, "send sse, or leave it out")
     form = "?alt=sse" if alt == "sse" and method == "streamGenerateContent" else ""
@@ -142,7 +142,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     connection = request.connection
     body, request.content = request.content, b""
     began_at = time.perf_counter()
-    principal, url, path = request.caller, request.url, request.scope["path"]
+    principal, url, path = request.caller, request.url, request.target.path
     headers = request.headers
     parsed: Parsed | None = None
     is_big = len(body) > BIG
@@ -176,7 +176,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     if is_big:
         await asyncio.sleep(0)  # others go on between what is done for it
     prompts, identities = services.calls.prompts, services.identities
-    asker = Origin(headers, url, request.scope["client"], principal, retry, parsed.trajectory_uid)
+    asker = Origin(headers, url, request.client, principal, retry, parsed.trajectory_uid)
     calls: list[ChatRequest] = []
     for call in (parsed.call, *parsed.more):
         call = prompts.normalised(call)
@@ -254,7 +254,7 @@ async def _without_pictures(
         return parsed or dialect.parse(parse_object(text), request.caller, Known(pictures=pictures))
 
     context = await services.engine.context_length()
-    path = request.scope["path"]
+    path = request.target.path
     text, parsed = await parse_text(services, body, request.caller, path, context, parse)
     if not parsed.digest:
         loop = asyncio.get_running_loop()
@@ -328,7 +328,7 @@ def origin(services: Services, exchange: Exchange) -> dict[str, str]:
     has. Several prompts may have trajectories of their own: they stand in the order of the prompts,
     with commas between them."""
     headers: dict[str, str] = {}
-    version = exchange.version
+    version, is_recorded = exchange.told()
     version = services.engine.version if version is None else version
     if version is not None:
         headers[VERSION_HEADER] = str(version)
@@ -337,7 +337,7 @@ def origin(services: Services, exchange: Exchange) -> dict[str, str]:
         headers[TRAJECTORY_HEADER] = ",".join(quoted(uid).replace(",", "%2C") for uid in uids)
     elif uids:
         headers[TRAJECTORY_HEADER] = quoted(uids[0])
-    if exchange.parsed.call.stores_step and exchange.is_unrecorded:
+    if exchange.parsed.call.stores_step and not is_recorded:
         headers[RECORDED_HEADER] = "false"
     if ignored := exchange.parsed.ignored:
         services.calls.counts["ignored_fields"] += len(ignored)

@@ -109,7 +109,7 @@ def retry_key(headers: RequestHeaders, digest: str, scope: str) -> RetryKey:
     if (key := headers.first.get(b"idempotency-key")) is not None:
         named = f"{scope}/key/{key.decode('latin-1')}"
         return RetryKey(named, digest, is_retry=True, is_named=True)
-    count = headers.first.get(b"x-stainless-retry-count", b"0")
+    count = headers.first.get(b"x-stainless-retry-count", b"")
     is_retry = count.isdigit() and count.strip(b"0") != b""
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
 

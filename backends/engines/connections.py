@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
@@ -92,7 +93,7 @@ class ConnectionPool:
                 ConnectionRefusedError: nobody listens there.
         """
         place, head = _head(method, url)
-        idle, now = self._idle[place], asyncio.get_running_loop().time()
+        idle, now = self._idle[place], time.monotonic()
         while idle:
             connection = idle.pop()
             if not connection.is_closed and now - connection.idle_since < IDLE_S:
@@ -193,7 +194,7 @@ class _Connection(asyncio.Protocol):
         if self._on_data is not None and self._body:
             self._pass_on()
         if self._parser.should_keep_alive() and not self.is_closed:
-            self.idle_since = self._loop.time()
+            self.idle_since = time.monotonic()
             self._idle.append(self)
         else:
             self.close()

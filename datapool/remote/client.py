@@ -235,7 +235,7 @@ class DataPoolClient:
         while True:
             tries_left -= 1
             try:
-                answer = await self.call(ops.AppendStep(*uids, packed, channel), timeout_s)
+                answer = await self._pool.call(ops.AppendStep(*uids, packed, channel), timeout_s)
                 break
             except UnknownBaseError:
                 if not tries_left:

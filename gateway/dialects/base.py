@@ -217,26 +217,19 @@ class Exchange:
         """Unix seconds."""
         return self.calls[0].call.created
 
-    @property
-    def version(self) -> int | None:
-        """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
-        newest: int | None = None
+    def told(self) -> tuple[int | None, bool]:
+        """The newest policy version that sampled of it so far (None: nothing is sampled yet); and
+        true if a Step of each sample is stored. Of a stream, as far as it is known as it begins."""
+        newest, is_recorded = None, True
+        for trajectory in self.trajectories:
+            is_recorded = is_recorded and trajectory.unrecorded is None
         for live in self.calls:
-            version = live.version
+            version, turn = live.version, live.call.turn
             if version is not None and (newest is None or version > newest):
                 newest = version
-        return newest
-
-    @property
-    def is_unrecorded(self) -> bool:
-        """No Step of some sample is stored. Of a stream, as far as it is known as it begins."""
-        for trajectory in self.trajectories:
-            if trajectory.unrecorded is not None:
-                return True
-        for live in self.calls:
-            if (turn := live.call.turn) is not None and turn.step_index is None:
-                return True
-        return False
+            if turn is not None and turn.step_index is None:
+                is_recorded = False
+        return newest, is_recorded
 
     def _each(self) -> Iterator[tuple[LiveTrajectory, LiveCall]]:
         """Yield the calls with their trajectories."""

@@ -294,8 +294,8 @@ class OpenAIChat(Dialect):
                 return None
         except KeyError:
             return None
-        for i, message in enumerate(messages):
-            if len(message) > 2:
+        if max(map(len, messages), default=0) > 2:
+            for i, message in enumerate(messages):
                 if len(message) - [*message.values()].count(None) > 2:
                     return None  # null asks for nothing; all else has a meaning
                 messages[i] = {"role": message["role"], "content": message["content"]}

@@ -161,12 +161,18 @@ class Part(msgspec.Struct, eq=False):
         for top in output.top_log_probs:
             self._check([i for i, _ in top], [p for _, p in top])
             self.tops.append(top)
-        self.canary, version = output.is_canary, output.version
+        self.canary, version, finish = output.is_canary, output.version, output.finish
+        if finish is not None:
+            self.finish, self.matched = finish, output.matched
+            self.cached_tokens = output.cached_tokens
+            is_whole = not before and n > 0 and output.spans is None
+            if is_whole and version is not None and version == self.version:
+                # Sampled by the version that the engine had when it was asked.
+                self.reported, self.spans = version, [VersionSpan(version, 0, n)]
+                return
         if not self.changes or not version == self.reported == self.changes[-1][0]:
             self._note_version(version, before)
-        if output.finish is not None:
-            self.finish, self.matched = output.finish, output.matched
-            self.cached_tokens = output.cached_tokens
+        if finish is not None:
             if output.spans is None and n and len(self.changes) == 1:
                 self.spans = [VersionSpan(self.changes[0][0], 0, n)]
             else:

@@ -197,8 +197,22 @@ class Sampler:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.request_timeout_s
         while True:
-            so_far = [] if whole is None else whole.ids
-            part = Part(sampling.max_new_tokens - len(so_far), self._vocabulary, self._masked)
+            ids, most = prompt_ids, sampling.max_new_tokens
+            if whole is not None and whole.ids:
+                ids, pieces = np.concatenate((prompt_ids, np.asarray(whole.ids, np.int32))), ()
+                most -= len(whole.ids)
+            request = GenerateRequest(
+                f"{random.getrandbits(128):032x}",
+                ids,
+                sampling,
+                most,
+                on_tokens is not None,
+                self._wiring.lora_path,
+                pieces,
+                pictures,
+                self._masked_ids,
+            )
+            part = Part(most, self._vocabulary, self._masked)
             try:
                 if (now := loop.time()) >= deadline:
                     raise self._too_late()
@@ -206,17 +220,7 @@ class Sampler:
                 if engine is None:
                     raise LostError(self._fleet.why_none())
                 tried.add(engine)
-                await self._send(
-                    engine,
-                    prompt_ids,
-                    pieces,
-                    so_far,
-                    sampling,
-                    part,
-                    on_tokens,
-                    deadline,
-                    pictures,
-                )
+                await self._send(engine, request, part, on_tokens, deadline)
             except LostError as e:
                 if not isinstance(e, BusyError):
                     self.lost_at = time.monotonic()
@@ -287,14 +291,10 @@ class Sampler:
     async def _send(
         self,
         engine: Engine,
-        prompt_ids: TokenIds,
-        pieces: Sequence[TokenIds],
-        so_far: list[int],
-        sampling: Sampling,
+        request: GenerateRequest,
         part: Part,
         on_tokens: OnTokens | None,
         deadline: float,
-        pictures: PromptPictures | None,
     ) -> None:
         """One request; `part` is brought up to date as it is answered.
 
@@ -302,22 +302,6 @@ class Sampler:
             LostError: it may be made again, after what `part` holds.
             EngineTimeoutError: `deadline` has passed.
         """
-        rid = f"{random.getrandbits(128):032x}"
-        ids = prompt_ids
-        if so_far:
-            ids, pieces = np.concatenate((prompt_ids, np.asarray(so_far, np.int32))), ()
-        request = GenerateRequest(
-            rid,
-            ids,
-            sampling,
-            sampling.max_new_tokens - len(so_far),
-            stream=on_tokens is not None,
-            adapter=self._wiring.lora_path,
-            pieces=pieces,
-            pictures=pictures,
-            masked_ids=self._masked_ids,
-        )
-        del ids  # the answer may take minutes
         part.version = engine.version
         # The fleet ends it before, when the engine is gone without a word.
         scope = Deadline(self._deadlines, deadline)
@@ -328,7 +312,7 @@ class Sampler:
                     request, part.take if on_tokens is None else partial(_show, part, on_tokens)
                 )
         except asyncio.CancelledError:
-            self._abort(engine.url, rid)
+            self._abort(engine.url, request.rid)
             raise
         except NotThereError as e:
             self._fleet.broke(engine, _now(), str(e))
@@ -338,7 +322,7 @@ class Sampler:
             if not scope.expired:
                 raise
             if scope.when == deadline:
-                self._abort(engine.url, rid)
+                self._abort(engine.url, request.rid)
                 raise self._too_late() from e
             raise LostError(f"{engine.url} (it answers no checks)") from e
         except (EngineRequestError, EngineInternalError, EngineError) as e:

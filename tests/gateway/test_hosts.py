@@ -239,10 +239,9 @@ def test_the_hosts_of_replicas_are_ours() -> None:
         public_url="https://g{replica}.example",
     )
     hosts = Hosts(config, ("http://node-1:1", "http://node-2:1"))
-    scope: Any = {"scheme": "http", "server": ("127.0.0.1", 1)}
     for host in (b"g0.example", b"g1.example:443", b"node-2:1"):
-        hosts.check(scope, host, None)
-    hosts.check(scope, b"g0.example", b"https://g1.example")
+        hosts.check("http", host, None)
+    hosts.check("http", b"g0.example", b"https://g1.example")
 
 
 @pytest.mark.parametrize(
