@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUnavailableError
-from stepwell.datapool.ops import Op
+from stepwell.datapool.ops import LeaseBatch, Op
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import (
@@ -161,14 +161,15 @@ class RemoteShard(ABC):
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._move_to(loop)
+        before = next(reversed(self._unanswered.values()), None)
         self._number += 1
         call = _Call(self, self._number, op, timeout_s)
         self._unanswered[call.number] = call
         self._unsent.append(call)
         if self._connection is None:
             self._reach(loop)
-        elif len(self._unanswered) == 1:  # nobody is about to send something, too
-            self._flush()
+        elif before is None or isinstance(before.op, LeaseBatch):
+            self._flush()  # nobody is about to send something, too: a consumer waits at most
         elif len(self._unsent) == 1:
             loop.call_soon(self._flush)
         elif len(self._unsent) == AT_ONCE:  # the pool works while the turn goes on
