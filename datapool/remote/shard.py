@@ -161,20 +161,27 @@ class RemoteShard(ABC):
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._move_to(loop)
-        before = next(reversed(self._unanswered.values()), None)
+        is_alone = self._only_consumers_wait()
         self._number += 1
         call = _Call(self, self._number, op, timeout_s)
         self._unanswered[call.number] = call
         self._unsent.append(call)
         if self._connection is None:
             self._reach(loop)
-        elif before is None or isinstance(before.op, LeaseBatch):
-            self._flush()  # nobody is about to send something, too: a consumer waits at most
+        elif is_alone:
+            self._flush()
         elif len(self._unsent) == 1:
             loop.call_soon(self._flush)
         elif len(self._unsent) == AT_ONCE:  # the pool works while the turn goes on
             self._flush()
         return call
+
+    def _only_consumers_wait(self) -> bool:
+        """True if nobody else is about to send something."""
+        for call in reversed(self._unanswered.values()):  # noqa: SIM110 - `all` takes longer
+            if type(call.op) is not LeaseBatch:
+                return False
+        return True
 
     def _flush(self) -> None:
         if self._connection is None:
