@@ -216,14 +216,15 @@ def _check_carried(value: Any) -> None:
     kind = type(value)
     if kind in _PLAIN:
         return
-    if kind is list or kind is tuple or isinstance(value, list | tuple):
+    if kind is not dict and isinstance(value, (list, tuple)):
         for item in value:
             if type(item) not in _PLAIN:
                 _check_carried(item)
     elif kind is dict or isinstance(value, Mapping):
-        for key, item in value.items():
+        for key in value:
             if type(key) is not str and not isinstance(key, str | int):
                 raise TypeError(f"a key of type {type(key).__qualname__} is not supported")
+        for item in value.values():
             if type(item) not in _PLAIN:
                 _check_carried(item)
     elif not isinstance(value, (*_CARRIED, np.generic, np.ndarray)):
@@ -398,8 +399,8 @@ class Base(NamedTuple):
     @classmethod
     def of(cls, step: Step, crc: int) -> Base:
         prompt = _shadow(step.prompt_ids, step.pictures) if step.pictures else step.prompt_ids
-        digest = xxh3_128_digest(as_bytes(prompt) + as_bytes(step.response_ids))
-        return cls(step.step_index, 4 * step.n_tokens, crc, digest)
+        tokens = as_bytes(prompt) + as_bytes(step.response_ids)
+        return cls(step.step_index, len(tokens), crc, xxh3_128_digest(tokens))
 
     def begins(self, step: Step) -> bool:
         """True if the prompt of `step` begins with these tokens."""
@@ -436,37 +437,40 @@ def pack(step: Step, base: Base | None = None, *, is_json: bool = False) -> Pack
     Raises:
         InvalidStepError: metadata, multi_modal_data or routed_experts hold what cannot be carried.
     """
-    response = as_bytes(step.response_ids)
-    prompt, new, base_crc, parent = None, b"", 0, step.parent_index
-    pictures = step.pictures
+    prompt_ids, response = step.prompt_ids, as_bytes(step.response_ids)
+    prompt, new, base_index, base_crc, parent = None, b"", -1, 0, step.parent_index
+    pictures, log_probs, reward = step.pictures, step.rollout_log_probs, step.reward
     if base is not None and base.begins(step):
         n = base.n_bytes // 4
-        named = new = step.prompt_ids[n:].tobytes()
-        base_crc = base.crc
+        named = new = prompt_ids[n:].tobytes()
         if pictures:
             pictures = tuple(picture for picture in pictures if picture.at >= n)
-            named = _shadow(step.prompt_ids[n:], pictures, n).tobytes()
+            named = _shadow(prompt_ids[n:], pictures, n).tobytes()
+        parent = base_index = base.step_index
+        base_crc = base.crc
         crc = crc32(response, crc32(named, base_crc))
-        parent = base.step_index
     else:
-        base, prompt = None, as_bytes(step.prompt_ids)
-        named = _shadow(step.prompt_ids, pictures).tobytes() if pictures else prompt
+        prompt = as_bytes(prompt_ids)
+        named = _shadow(prompt_ids, pictures).tobytes() if pictures else prompt
         crc = crc32(response, crc32(named))
-    log_probs = step.rollout_log_probs
+    flags = _REASONS.index(step.finish_reason) << _REASON_SHIFT
     more = bool(step.version_spans or pictures) or step.multi_modal_data is not None
-    more = more or step.routed_experts is not None
+    if more or step.routed_experts is not None:
+        more, flags = True, flags | _MORE
+    if log_probs is not None:
+        flags |= _LOG_PROBS
+    if step.is_last:
+        flags |= _LAST
+    if step.pictures:
+        flags |= PICTURES
     header = _HEADER.pack(
         step.step_index,
         -1 if parent is None else parent,
-        -1 if base is None else base.step_index,
-        (_LOG_PROBS if log_probs is not None else 0)
-        | (_MORE if more else 0)
-        | (_LAST if step.is_last else 0)
-        | (PICTURES if step.pictures else 0)
-        | _REASONS.index(step.finish_reason) << _REASON_SHIFT,
+        base_index,
+        flags,
         step.policy_version,
-        math.nan if step.reward is None else step.reward,
-        len(step.prompt_ids),
+        math.nan if reward is None else reward,
+        len(prompt_ids),
         len(new) // 4,
         len(response) // 4,
         crc,

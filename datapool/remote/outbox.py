@@ -36,6 +36,7 @@ MAX_RECENT = 200_000
 first."""
 PUT_BYTES = 4 << 20
 """Bytes of pictures that one call stores: a few ms of the pool's."""
+_NONE: Mapping[int, Base] = {}
 Results: TypeAlias = list[SubmitOutcome | Refusal]
 _Bytes: TypeAlias = Mapping[str, bytes]
 PictureSource: TypeAlias = _Bytes | Callable[[Collection[str]], _Bytes | Awaitable[_Bytes]]
@@ -186,8 +187,9 @@ class Outbox:
         results: Results = []
         if packed:
             try:
-                op = SubmitSteps(in_trajectories(packed), channel)
-                results = await self._pool.call(op)
+                call = self._pool.call(SubmitSteps(in_trajectories(packed), channel))
+                self.recent.remember()
+                results = await call
             except DataPoolError as e:  # of the call: nothing was acknowledged
                 results = [Refusal.of(e)] * len(packed)
         for at, refusal in malformed.items():
@@ -203,24 +205,39 @@ class RecentSteps:
         self._steps: OrderedDict[tuple[str, str], dict[int, Base]] = OrderedDict()
         """(trajectory_uid, channel) -> step_index -> step"""
         self._n = 0
+        self._packed: list[tuple[Step, str, int]] = []
+        """Steps that were packed and are not remembered yet: channel and CRC-32 of each."""
 
     def __len__(self) -> int:
         return self._n
 
     def pack(self, step: Step, channel: str) -> PackedStep:
-        key = step.trajectory_uid, channel
-        known = self._steps.get(key, {})
-        packed = pack(step, None if step.parent_index is None else known.get(step.parent_index))
-        if step.is_last:
-            self.end(*key)
-            return packed
-        self._n += step.step_index not in known
-        known[step.step_index] = Base.of(step, packed.crc)
-        self._steps[key] = known
-        self._steps.move_to_end(key)
+        """Pack a step relative to its parent, if that is known. `remember` it once it is sent."""
+        base = None
+        if (parent := step.parent_index) is not None:
+            key = step.trajectory_uid, channel
+            if self._packed and parent not in self._steps.get(key, _NONE):
+                self.remember()  # perhaps it is sent together with its parent
+            base = self._steps.get(key, _NONE).get(parent)
+        packed = pack(step, base)
+        self._packed.append((step, channel, packed.crc))
+        return packed
+
+    def remember(self) -> None:
+        """Remember the steps that were packed. To be called when they are sent: their digests are
+        made while the pool works."""
+        packed, self._packed = self._packed, []
+        for step, channel, crc in packed:
+            key = step.trajectory_uid, channel
+            if step.is_last:
+                self.end(*key)
+                continue
+            known = self._steps.setdefault(key, {})
+            self._n += step.step_index not in known
+            known[step.step_index] = Base.of(step, crc)
+            self._steps.move_to_end(key)
         while self._n > self._limit and len(self._steps) > 1:
             self.end(*next(iter(self._steps)))
-        return packed
 
     def end(self, trajectory_uid: str, channel: str) -> None:
         """The trajectory gets no more steps."""

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUnavailableError
-from stepwell.datapool.ops import Op
+from stepwell.datapool.ops import LeaseBatch, Op
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import (
@@ -161,19 +161,27 @@ class RemoteShard(ABC):
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._move_to(loop)
+        is_alone = self._only_consumers_wait()
         self._number += 1
         call = _Call(self, self._number, op, timeout_s)
         self._unanswered[call.number] = call
         self._unsent.append(call)
         if self._connection is None:
             self._reach(loop)
-        elif len(self._unanswered) == 1:  # nobody is about to send something, too
+        elif is_alone:
             self._flush()
         elif len(self._unsent) == 1:
             loop.call_soon(self._flush)
         elif len(self._unsent) == AT_ONCE:  # the pool works while the turn goes on
             self._flush()
         return call
+
+    def _only_consumers_wait(self) -> bool:
+        """True if nobody else is about to send something."""
+        for call in reversed(self._unanswered.values()):  # noqa: SIM110 - `all` takes longer
+            if type(call.op) is not LeaseBatch:
+                return False
+        return True
 
     def _flush(self) -> None:
         if self._connection is None:

@@ -612,6 +612,7 @@ def test_nothing_is_kept_of_a_trajectory_that_ended(long_step):
     for uid in ("a", "b"):
         for index in range(3):
             recent.pack(long_step(uid, index), "train")
+    recent.remember()
     recent.end("a", "train")
     assert recent.pack(long_step("a", 3), "train").header.base is None
     assert recent.pack(long_step("b", 3), "train").header.base == 2
@@ -625,6 +626,7 @@ def test_the_longest_unused_go_first_when_there_are_too_many(long_step):
     for uid in "abc":
         for index in range(2):
             recent.pack(long_step(uid, index), "train")
+    recent.remember()
     assert len(recent) == 4
     bases = [recent.pack(long_step(uid, 2), "train").header.base for uid in "ba"]
     assert bases == [1, None]
@@ -634,6 +636,7 @@ def test_what_is_remembered_of_a_step_does_not_grow_with_its_tokens(long_step):
     recent = RecentSteps()
     for n in (4, 400_000):
         recent.pack(long_step(f"t{n}", 0, n), "train")
+    recent.remember()
     short, long = (recent._steps[f"t{n}", "train"][0] for n in (4, 400_000))
     assert sum(map(sys.getsizeof, long)) <= sum(map(sys.getsizeof, short)) + 8
     assert recent.pack(long_step("t400000", 1, 400_000), "train").header.base == 0
