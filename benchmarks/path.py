@@ -196,6 +196,8 @@ class Tracer:
 
     def __init__(self) -> None:
         self._walk: Walk | None = None
+        self._old: dict[int, Any] = {}
+        """Own objects older than the tracer, by id."""
         self._known: dict[int, Any] = {}
         """Own objects older than the walk, by id; referenced, so that no id is used again."""
         self._files: dict[str, str] = {}
@@ -206,17 +208,20 @@ class Tracer:
         threading.setprofile(self._on_event)
         frozen = gc.get_freeze_count() > 0  # frozen objects are not in `gc.get_objects`
         gc.unfreeze()
+        self._old = {id(each): each for each in _own_objects()}
+        gc.freeze()  # millions of objects: each walk looks only at those that were made since
         try:
             yield self
         finally:
             threading.setprofile(None)
-            if frozen:
-                gc.freeze()
+            self._old = {}
+            if not frozen:
+                gc.unfreeze()
 
     async def walk(self, go: Callable[[], Awaitable[object]]) -> Walk:
         """Return what `go`, and what it leaves to the event loop, walks through."""
         walk = Walk()
-        self._known = {id(each): each for each in _own_objects()}
+        self._known = self._old | {id(each): each for each in _own_objects()}
         await asyncio.sleep(CALM_S)  # the search stood in the way of what was due meanwhile
         self._walk = walk
         sys.setprofile(self._on_event)

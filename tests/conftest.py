@@ -20,6 +20,8 @@ import ray
 from hypothesis import HealthCheck, settings
 from ray.cluster_utils import Cluster
 
+gc.disable()  # until all tests are imported
+
 settings.register_profile(
     "short",
     max_examples=25,
@@ -59,9 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """The garbage collector has a million objects less to walk through in each test: those that
-    importing torch, transformers and all tests made."""
+    importing torch, transformers and all tests made. And it looks more rarely: with pytest's
+    reports the heap of a test of a millisecond is a large one."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

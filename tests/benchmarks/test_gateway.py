@@ -290,9 +290,9 @@ async def test_the_client_sends_every_turn_of_every_rollout(engine: Engine, clie
 
 
 async def test_the_client_ends_when_its_time_is_over(engine: Engine, client: Client) -> None:
-    result = await client.run(_job(engine, prompts=1_000_000, turns=1_000, duration_s=2.0))
+    result = await client.run(_job(engine, prompts=1_000_000, turns=1_000, duration_s=0.4))
     assert 1 <= len(result.latencies_s) < 1_000_000
-    assert result.ended - result.began >= 2.0
+    assert result.ended - result.began >= 0.4
 
 
 async def test_connections_begin_one_after_the_other_if_they_are_staggered(

@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
+
+import psutil
 
 from stepwell.datapool import DataPoolClient, PoolConfig
 from stepwell.datapool.ops import LeaseBatch
@@ -17,6 +23,7 @@ from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.shard import LocalShard, RemoteShard
 from stepwell.datapool.remote.wire import PoolAddress, Server, read_answer
+from tests.builders import until
 
 HERE = "this node"
 
@@ -155,21 +162,14 @@ class PoolProcess:
         self, folder: Path, shard: int = 0, n_shards: int = 1, archive: Path | None = None
     ) -> None:
         self.link = FoundShard(None)
-        self._arguments = [str(folder), str(shard), str(n_shards), str(archive or "")]
-        self._process: asyncio.subprocess.Process | None = None
+        self._arguments = [str(folder), shard, n_shards, str(archive or "")]
+        self._pid = 0
         self._n_starts = 0
 
     async def start(self) -> None:
         self._n_starts += 1
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _PROCESS,
-            *self._arguments,
-            str(int(self._n_starts > 1)),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        said = json.loads(await self._process.stdout.readline())
+        said = await asyncio.to_thread(_forked, [*self._arguments, self._n_starts > 1])
+        self._pid = said["pid"]
         self.link.address = PoolAddress(
             HERE, said["n"], said["unix"], None, bytes.fromhex(said["secret"])
         )
@@ -177,18 +177,38 @@ class PoolProcess:
     async def kill(self) -> None:
         """`kill -9`; returns once the process is gone."""
         self.link.address = None
-        self._process.send_signal(signal.SIGKILL)
-        await self._process.wait()
+        os.kill(self._pid, signal.SIGKILL)
+        await until(lambda: not psutil.pid_exists(self._pid))
 
     def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        os.kill(self._pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        os.kill(self._pid, signal.SIGCONT)
 
 
-_PROCESS = """
-import asyncio, json, sys
+def _forked(arguments: list) -> dict:
+    """Start a process of a pool; what it says once it serves."""
+    with _FORKING:
+        parent = _parent()
+        parent.stdin.write(json.dumps(arguments) + "\n")
+        parent.stdin.flush()
+        return json.loads(parent.stdout.readline())
+
+
+_FORKING = threading.Lock()
+
+
+@cache
+def _parent() -> subprocess.Popen:
+    """The parent of all processes of pools: to import the pool takes each a third of a second."""
+    argv = [sys.executable, "-c", _PARENT]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(argv, text=True, **pipes)
+
+
+_PARENT = """
+import asyncio, json, os, signal, sys
 from pathlib import Path
 import uvloop
 from stepwell.datapool import PoolConfig
@@ -196,17 +216,25 @@ from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.wire import Server
 
-async def run():
-    folder, shard, n_shards, archive, restarted = sys.argv[1:]
+async def run(folder, shard, n_shards, archive, restarted):
     archived = ArchiveConfig(dir=Path(archive)) if archive else ArchiveConfig()
-    config = PoolConfig(shards=int(n_shards), archive=archived)
-    service = PoolService(config, Path(folder), int(shard), restarted=bool(int(restarted)))
+    config = PoolConfig(shards=n_shards, archive=archived)
+    service = PoolService(config, Path(folder), shard, restarted=restarted)
     address = await Server(service, "this node").address()
     said = {"n": address.n_shards, "unix": address.unix, "secret": address.secret.hex()}
-    print(json.dumps(said), flush=True)
+    print(json.dumps({"pid": os.getpid(), **said}), flush=True)
     await asyncio.Event().wait()
 
-uvloop.run(run())
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that are killed
+for line in sys.stdin:
+    if os.fork() == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        try:
+            uvloop.run(run(*json.loads(line)))
+        finally:
+            print(flush=True)  # whoever started it reads no JSON
+            os._exit(1)
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -613,7 +614,8 @@ async def test_a_service_removes_in_slices_what_nothing_refers_to(tmp_path: Path
 async def test_a_picture_that_cannot_be_removed_holds_up_no_other_and_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stepwell.datapool.remote.service.SWEEP_RETRY_S", 0.2)
+    retry_s = 0.2
+    monkeypatch.setattr("stepwell.datapool.remote.service.SWEEP_RETRY_S", retry_s)
     pictures = tmp_path / "pool" / "pictures"
 
     def left() -> list[Path]:
@@ -625,10 +627,12 @@ async def test_a_picture_that_cannot_be_removed_holds_up_no_other_and_no_commit(
         broken = left()[0]
         broken.unlink()
         broken.mkdir()  # a folder cannot be unlinked
+        began = time.monotonic()
         await client.delete_trajectory("t")
         for i in range(50):
             await client.open_group(f"q{i}", 1)
-        assert caplog.text.count("stays on disk") == 1
+        tries = 1 + (time.monotonic() - began) / retry_s  # not one with each commit
+        assert 1 <= caplog.text.count("stays on disk") <= tries
         await until(lambda: left() == [broken])
         broken.rmdir()
         broken.write_bytes(b"")

@@ -35,7 +35,9 @@ pytestmark = pytest.mark.e2e
 
 AGENTS = 3
 REST_S = 0.2
-"""Between two groups of an agent: a trainer that starts takes far longer than two groups need."""
+"""Between two groups of an agent, until enough is held out."""
+LONG_REST_S = 1.0
+"""The same from then on: a trainer that starts takes longer than two groups need."""
 LIMIT_S = 240.0
 SMALL = (
     "logging.wandb=disabled",
@@ -43,7 +45,7 @@ SMALL = (
     "gateway.port=0",
     "trainer.train_batch_size=2",
     "trainer.checkpoint_every=1",
-    "rollout.max_tokens=16",
+    "rollout.max_tokens=8",
     "async_training.trigger_parameter_sync_step=1",
     "async_training.max_queue_size=null",
     "gateway.holdout=0.3",
@@ -97,6 +99,7 @@ class Service:
     answers: int = 0
     failures: list[str] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    rest_s: float = REST_S
 
     async def serve(self, stop: asyncio.Event) -> None:
         async with aiohttp.ClientSession() as http:
@@ -104,7 +107,7 @@ class Service:
                 group = await self._post(http, f"{self.gateway}/v1/groups", {"n": 2})
                 for reward, opened in enumerate(group.get("trajectories", ())):
                     await self._answer(http, opened["base_url"], reward)
-                await asyncio.sleep(REST_S)
+                await asyncio.sleep(self.rest_s)
 
     async def _answer(self, http: aiohttp.ClientSession, url: str, reward: float) -> None:
         messages = [{"role": "user", "content": f"What is {self.answers} + 2?"}]
@@ -173,6 +176,7 @@ async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(
             return (await pool.get_statistics(VAL))["groups"]["ready"] >= ENOUGH / 2  # type: ignore[no-any-return]
 
         await until(is_comparable, LIMIT_S)
+    service.rest_s = LONG_REST_S
 
     log = tmp_path / "first.txt"
     async with command("train", "--attach", str(folder), log=log) as trainer:

@@ -1,5 +1,5 @@
 """`stepwell try`: one rollout of a harness at a gateway of its own, and its tree. At that of a live
-run: `test_live.py`."""
+run: `test_live.py`. The engine runs already; `test_command.py` has the command start its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from stepwell.cli.main import main
+from tests.backends.engines.embedded_here import embedded_here
+from tests.e2e.conftest import ROOT
 
 pytestmark = pytest.mark.e2e
 
@@ -43,8 +45,9 @@ def test_a_rollout_is_shown_as_its_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ["try", harness(tmp_path, 0), "What is 12 + 30?", "--json"]
-    assert main(argv) == 0
+    with embedded_here(ROOT / "examples" / "quickstart" / "model") as url:
+        engine = ("engine.kind=attach", f"engine.urls=[{url}]")
+        assert main(["try", harness(tmp_path, 0), "What is 12 + 30?", "--json", *engine]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ended"] == "complete"
     (branch,) = told["branches"]

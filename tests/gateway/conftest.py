@@ -37,6 +37,7 @@ from stepwell.datapool.remote.shard import LocalShard, Shard
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import ChannelSampling, GatewayConfig, Tuning, Wiring
+from stepwell.gateway.openapi_process import read_document
 from stepwell.gateway.server import bind, http_protocol
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Keys, extend_key
@@ -858,6 +859,21 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
 async def world(worlds: Callable[..., Any]) -> World:
     made: World = await worlds()
     return made
+
+
+_DOCUMENTS: list[bytes] = []
+
+
+async def _read_document_once() -> bytes:
+    """`/openapi.json` as the first gateway made it: it takes a process five seconds of CPU."""
+    if not _DOCUMENTS:
+        _DOCUMENTS.append(await read_document())
+    return _DOCUMENTS[0]
+
+
+@pytest.fixture(autouse=True)
+def one_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.gateway.app.read_document", _read_document_once)
 
 
 @pytest.fixture(autouse=True)

@@ -579,20 +579,29 @@ async def test_no_route_loads_code_that_a_request_names(
         | {"channel", "selection", "task_type", "reward_fn", "state", "key", "filters", "order"}
     )
     async with aiohttp.ClientSession() as client:  # five times as fast as httpx
+
+        async def ask(method: str, path: str, text: str, body: Any = None) -> None:
+            quoted = quote(text, safe="")
+            named = re.sub(r"{[^}]*}", quoted, path)
+            url = URL(f"{shown.url}{named}?channel={quoted}", encoded=True)
+            async with client.request(method, url, json=body) as answer:
+                await answer.read()
+
         for method, path in sorted(routes):
-            if path == "/ui/api/live":  # a stream without end, which takes nothing
+            # A stream without end, and a document that a process makes for seconds: neither takes
+            # anything.
+            if path in ("/ui/api/live", "/openapi.json"):
                 continue
-            for text in code_texts(tmp_path / "evil", all_pairs=False):
-                quoted = quote(text, safe="")
-                named = re.sub(r"{[^}]*}", quoted, path)
-                url = URL(f"{shown.url}{named}?channel={quoted}", encoded=True)
-                chosen = {"order": text, "filters": [text]}
-                bodies: list[Any] = [dict.fromkeys(names, text), {"selection": chosen}]
-                bodies = bodies if method == "POST" else [None]
-                for body in bodies:
-                    async with client.request(method, url, json=body) as answer:
-                        await answer.read()
-                assert not ran.exists(), (method, path, text)
+            texts = code_texts(tmp_path / "evil", all_pairs=False)
+            if method == "POST":
+                bodies = [(text, dict.fromkeys(names, text)) for text in texts]
+                # The dry run, which reads it, is asked with all of them above.
+                bodies.append((texts[0], {"selection": {"order": texts[0], "filters": texts[:1]}}))
+                asked = [ask(method, path, text, body) for text, body in bodies]
+            else:
+                asked = [ask(method, path, text) for text in texts]
+            await asyncio.gather(*asked)
+            assert not ran.exists(), (method, path)
 
 
 def list_of(described: Any) -> list[list[str]]:

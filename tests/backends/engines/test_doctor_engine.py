@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -123,21 +121,15 @@ def test_an_older_sglang_is_told_to_be_one(capsys: pytest.CaptureFixture[str]) -
     assert "pip install 'sglang>=0.5.23'" in told["engine"]["remedy"]
 
 
-async def test_the_names_of_routes_are_whole_on_a_terminal() -> None:
-    async with serving(given_again(read("sglang"))) as url:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "stepwell",
-            "doctor",
-            "--engine",
-            url,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "COLUMNS": "100"},
-        )
-        out, _ = await process.communicate()
-    assert "/update_weights_from_distributed is there" in out.decode()
-    assert "/health                          is well" in out.decode()
+def test_the_names_of_routes_are_whole_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with in_a_thread(serving(given_again(read("sglang")))) as url:
+        main(["doctor", "--engine", url])
+    out = capsys.readouterr().out
+    assert "/update_weights_from_distributed is there" in out
+    assert "/health                          is well" in out
 
 
 def incomplete(**changes: Any) -> Starlette:

@@ -234,3 +234,16 @@ def test_prompts_that_cannot_be_served_are_refused(
 def test_a_context_longer_than_the_model_is_refused(model_dirs: Any) -> None:
     with pytest.raises(ValueError, match="context_length is 4096"):
         make(model_dirs.base, context_length=4096)
+
+
+def test_a_request_that_is_aborted_before_its_turn_ends_without_a_token(model_dirs: Any) -> None:
+    scheduler = make(model_dirs.base, max_running=1)
+    running, waiting = (submit(scheduler, [40, 41, 42], 8) for _ in range(2))
+    scheduler.step()
+    assert list(scheduler.waiting) == [waiting]
+    scheduler.abort(waiting.rid)
+    assert waiting.finished
+    assert waiting.output_ids == []
+    assert waiting.finish_reason["type"] == "abort"
+    run(scheduler)
+    assert len(running.output_ids) == 8

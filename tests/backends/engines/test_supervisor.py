@@ -64,9 +64,11 @@ def gone(pid: int, timeout_s: float = 15.0) -> bool:
     return False
 
 
+@pytest.mark.long
 async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_weights(
     launch: Launch, model_dirs: Any, tmp_path: Path
 ) -> None:
+    """Of any kind. In `test_transports.py` the embedded one does, into a new group."""
     store = WeightStore(tmp_path / "weights")
     supervisor = launch(store.folder)
     url = supervisor.start()
@@ -142,23 +144,26 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def stub(
-    folder: Path, behaviour: str, weights_dir: Path | None = None, **fields: Any
-) -> Supervisor:
-    """Supervisor of a process that answers as an engine does."""
+def stub_config(folder: Path, behaviour: str, **fields: Any) -> EngineConfig:
+    """Configuration of a process that answers as an engine does."""
     python = folder / "python"
     (folder / "stub.py").write_text(STUB)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {folder / "stub.py"} "$@"\n')
     python.chmod(0o755)
     (folder / "config.json").touch()
-    config = EngineConfig(
+    return EngineConfig(
         kind="sglang",
         model_path=folder,
         python=str(python),
         env={"STUB": behaviour, "CUDA_VISIBLE_DEVICES": ""},
         **{"max_restarts": 2, **fields},
     )
-    return Supervisor(config, folder / "logs", weights_dir)
+
+
+def stub(
+    folder: Path, behaviour: str, weights_dir: Path | None = None, **fields: Any
+) -> Supervisor:
+    return Supervisor(stub_config(folder, behaviour, **fields), folder / "logs", weights_dir)
 
 
 def test_an_engine_that_keeps_crashing_is_given_up_with_its_last_words(tmp_path: Path) -> None:
@@ -429,12 +434,17 @@ def test_stop_before_start_is_harmless(launch: Launch) -> None:
 def test_killing_the_supervisors_process_leaves_no_engine(
     engine_kind: str, model_dirs: Any, tmp_path: Path
 ) -> None:
+    """The embedded engine does not either when its actor is killed (`test_server.py`)."""
+    config = (
+        stub_config(tmp_path, "lives")
+        if engine_kind == "embedded"
+        else EngineConfig(kind=engine_kind, model_path=model_dirs.base)
+    )
     script = f"""
         import sys, time
-        from pathlib import Path
         from stepwell.backends.config import EngineConfig
         from stepwell.backends.engines.supervisor import Supervisor
-        config = EngineConfig(kind={engine_kind!r}, model_path=Path({str(model_dirs.base)!r}))
+        config = EngineConfig.model_validate_json({config.model_dump_json()!r})
         supervisor = Supervisor(config, {str(tmp_path)!r})
         supervisor.start()
         print(supervisor.pid, flush=True)

@@ -45,6 +45,7 @@ from stepwell.backends.weights.transports import Lead, Nccl, Target, Update
 from stepwell.datapool.sealed import seal
 from tests.builders import until
 from tests.engines import FakeEngine
+from tests.helpers import gone
 
 PROMPT = [40, 41, 42, 43]
 TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "delta", "nccl", "ipc")
@@ -280,7 +281,7 @@ async def test_a_group_that_breaks_leaves_the_version_on_disk_to_be_read(
     await broken.close()
 
 
-async def test_after_a_restart_the_engine_is_in_a_new_group(
+async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_weights_in_a_new_group(
     model_dirs: Any, reference: Callable[..., Any], tmp_path: Path
 ) -> None:
     sender, store = Recorded(), WeightStore(tmp_path / "weights")
@@ -294,6 +295,9 @@ async def test_after_a_restart_the_engine_is_in_a_new_group(
             assert supervisor.pid is not None
             os.killpg(supervisor.pid, signal.SIGKILL)
             await until(lambda: supervisor.restarts == 1 and supervisor.state == "up", 120)
+            info = await engine.model_info()
+            assert (info["weight_version"], info["model_path"]) == ("1", str(first))
+            assert supervisor.url == url
             second = store.write(2, lambda folder: shutil.copytree(model_dirs.base, folder))
             done = await publish([engine], second, 2, store=store, transport=transport)
             assert done.transfer_s > 0
@@ -301,7 +305,11 @@ async def test_after_a_restart_the_engine_is_in_a_new_group(
             assert sender.calls.count("open") == 2
     finally:
         await transport.close()
+        pid = supervisor.pid
         await asyncio.to_thread(supervisor.stop)
+    assert supervisor.status()["state"] == "stopped"
+    assert pid is not None
+    assert await gone(pid)
 
 
 async def test_twenty_updates_of_a_few_tensors_and_a_missed_one_end_bit_equal(
