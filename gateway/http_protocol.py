@@ -124,7 +124,6 @@ class DirectCall(RequestResponseCycle):
     and ends it as it does its own."""
 
     scope: Any
-    receive: Any
     caller: Principal
     headers: RequestHeaders
     url: Named | None
@@ -161,7 +160,10 @@ class DirectCall(RequestResponseCycle):
         self.waiting_for_100_continue = connection.expect_100_continue
         self.keep_alive = keep_alive
         self.on_response = connection.on_response_complete
-        self.body = bytearray()
+        self.pieces: list[bytes] = []
+        """Parts of the body that have come and were not taken yet."""
+        self.n_waiting = 0
+        """Their bytes."""
         self.connection = connection
         self.found = found
         self._is_forwarded = is_forwarded
@@ -174,6 +176,19 @@ class DirectCall(RequestResponseCycle):
             self.awaited = asyncio.Event()
             self.awaited.set()
         return self.awaited
+
+    async def receive(self) -> Any:
+        """As uvicorn's, which copies each byte twice more."""
+        self.body = bytearray()
+        message = await super().receive()
+        if message["type"] == "http.request":
+            message["body"] = self.take_pieces()
+        return message
+
+    def take_pieces(self) -> bytes:
+        """The part of the body that has come and was not taken yet."""
+        pieces, self.pieces, self.n_waiting = self.pieces, [], 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def run_asgi(self, app: Any) -> Coroutine[Any, Any, None]:
         """Answer it. uvicorn's `app` rewrites what a proxy says of its client, and comes back to
@@ -451,8 +466,9 @@ class HttpProtocol(HttpToolsProtocol):
         if type(call) is not DirectCall:
             super().on_body(body)
         elif not call.response_complete:
-            call.body += body
-            if len(call.body) > HIGH_WATER_LIMIT:
+            call.pieces.append(body)
+            call.n_waiting += len(body)
+            if call.n_waiting > HIGH_WATER_LIMIT:
                 self.flow.pause_reading()
             if call.awaited is not None:
                 call.awaited.set()
