@@ -328,8 +328,11 @@ class HttpProtocol(HttpToolsProtocol):
             is_broken and self.handed is not None
         ):  # a client that has read all it was sent closes in order
             self.handed.lose()
+        self.handed = None
         for listener in tuple(self.listeners):
             listener.close()
+        if not self._is_served:  # they refer to this: without it, all wait for garbage collection
+            self.cycle = self.scope = None  # type: ignore[assignment]
 
     @property
     def is_full(self) -> bool:
