@@ -525,18 +525,18 @@ class AccessControl:
             connection.authenticated()
         return caller
 
-    def whole_body(self, headers: RequestHeaders, body: bytes) -> bytes | None:
-        """The body of an admitted call that has arrived whole; None: it is long, and `read_body` is
-        to look at it.
+    def is_read_at_once(self, headers: RequestHeaders, n_bytes: int) -> bool:
+        """True of the body of an admitted call, of this length, that has arrived whole and needs no
+        `read_body`.
 
         Raises:
             MediaTypeError
         """
-        if len(body) > min(SMALL, self._most_of_call):
-            return None
-        if body:
+        if n_bytes > min(SMALL, self._most_of_call):
+            return False
+        if n_bytes:
             _check_kind(headers.first.get(b"content-type", b""))
-        return body
+        return True
 
     async def read_body(
         self,

@@ -102,12 +102,10 @@ class _App(FastAPI):
                 await turn  # before any work is done for it
             if self._cors is not None:
                 call.common_headers = await _cors_headers(self._cors, headers)
-            access, body = services.access, None
+            access = services.access
             call.caller = access.admit(headers, call.scheme, call.connection, needed, call.url)
-            if not call.more_body:
-                body = access.whole_body(headers, call.body)
-            if body is not None:
-                call.body = b""
+            if not call.more_body and access.is_read_at_once(headers, call.n_waiting):
+                body = call.take_pieces()
             else:
                 body = await access.read_body(
                     headers,

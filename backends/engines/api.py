@@ -522,7 +522,7 @@ class HttpEngine(Engine):
         without limit, negative is the client's default."""
         limit = self.timeout_s if timeout_s is not None and timeout_s < 0 else timeout_s
         method, url = method or ("GET" if body is None else "POST"), self._at(path)
-        data = b"" if body is None else orjson.dumps(body)
+        data = () if body is None else (orjson.dumps(body),)
         try:
             async with asyncio.timeout(limit):
                 status, content = await self.connections.request(method, url, data)

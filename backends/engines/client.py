@@ -429,7 +429,8 @@ def _one_placeholder_each(ids: TokenIds, pictures: PromptPictures) -> TokenIds:
     return ids[is_kept]
 
 
-def _body(request: GenerateRequest, ids_json: IdsJson, more: bytes = b"") -> bytes:
+def _body(request: GenerateRequest, ids_json: IdsJson, more: bytes = b"") -> Sequence[bytes]:
+    """Parts of the JSON of a request; `more`: further fields."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": request.max_new_tokens,
@@ -468,7 +469,7 @@ def _body(request: GenerateRequest, ids_json: IdsJson, more: bytes = b"") -> byt
     else:
         array = np.ascontiguousarray(request.input_ids)
         ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
-    return b"".join((orjson.dumps(fields)[:-1], more, b',"input_ids":', *ids, b"}"))
+    return [b'%b%b,"input_ids":' % (orjson.dumps(fields)[:-1], more), *ids, b"}"]
 
 
 _Entry: TypeAlias = tuple[float, int, Any]

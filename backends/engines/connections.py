@@ -34,7 +34,7 @@ REST_S = 1.0
 """Seconds that the end of an answer may take if nobody reads it."""
 
 LARGE_BODY = 32_768
-"""Bytes of a request that are not joined with its head."""
+"""Bytes of a request whose parts are not joined."""
 
 MAX_IDS_BYTES = 64 * 1024 * 1024
 """Bytes kept of the JSON of ids: 10 million ids, or 150 conversations of 60,000."""
@@ -77,7 +77,7 @@ class ConnectionPool:
         self,
         method: str,
         url: str,
-        body: bytes = b"",
+        body: Sequence[bytes] = (),
         headers: bytes = b"",
         on_data: OnData | None = None,
     ) -> Response:
@@ -85,6 +85,7 @@ class ConnectionPool:
         connection is closed.
 
         Args:
+            body: in parts, which are sent one behind another.
             headers: further ones as they are sent, each with its line end.
             on_data: gets the body of a 200 as it comes.
 
@@ -101,9 +102,12 @@ class ConnectionPool:
             connection.close()
         else:
             connection = await _connect(place, idle)
-        head = b"%b%bcontent-length: %d\r\n\r\n" % (head, headers, len(body))
-        answered = connection.send(head, body, on_data)
-        del body  # sent; the answer may take minutes
+        n_bytes = sum(map(len, body))
+        parts = [b"%b%bcontent-length: %d\r\n\r\n" % (head, headers, n_bytes), *body]
+        if n_bytes < LARGE_BODY:
+            parts = [b"".join(parts)]
+        answered = connection.send(parts, on_data)
+        del body, parts  # sent; the answer may take minutes
         try:
             response = await answered
         except BaseException:  # the rest would be read as the next answer
@@ -138,15 +142,15 @@ class _Connection(asyncio.Protocol):
         self._ends_with_connection = True
         self.idle_since = 0.0
 
-    def send(self, head: bytes, body: bytes, on_data: OnData | None) -> asyncio.Future[Response]:
+    def send(self, parts: list[bytes], on_data: OnData | None) -> asyncio.Future[Response]:
         """The answer to a request, when it is complete or `on_data` has all that it needs."""
         self._on_data = on_data
         self._status, self._is_complete, self._ends_with_connection = 0, False, True
         self._answered = answered = self._loop.create_future()
-        if len(body) < LARGE_BODY:
-            self._transport.write(head + body)
-        else:  # uvloop sends both without a copy
-            self._transport.writelines((head, body))
+        if len(parts) == 1:
+            self._transport.write(parts[0])
+        else:  # uvloop sends them without a copy
+            self._transport.writelines(parts)
         return answered
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ class VllmEngine(HttpEngine):
         elif not reader.has_ended:
             raise EngineUnavailableError(f"{url}: the stream ended without a finish reason")
 
-    def _body(self, request: GenerateRequest) -> bytes:
+    def _body(self, request: GenerateRequest) -> Sequence[bytes]:
         fields: dict[str, Any] = {
             "request_id": request.rid,
             "sampling_params": _params(request),
@@ -224,7 +224,7 @@ class VllmEngine(HttpEngine):
         else:
             array = np.ascontiguousarray(request.input_ids)
             ids = [orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)]
-        return b"".join((orjson.dumps(fields)[:-1], b',"token_ids":', *ids, b"}"))
+        return [b'%b,"token_ids":' % orjson.dumps(fields)[:-1], *ids, b"}"]
 
     async def abort(self, rid: str | None = None) -> None:
         if rid is None:

@@ -278,6 +278,7 @@ class Exchange:
         self._timer = loop.call_later(self._keepalive_s, self._look_at_the_clock, loop)
         for live in self.calls:
             live.watchers.append(self._on_change)
+        piece = b""
         try:
             if len(self.calls) == 1 and self.calls[0].is_due:
                 await self._service.run(self.trajectories[0], self.calls[0])
@@ -286,11 +287,6 @@ class Exchange:
                     self._service.go_on(*each)
             self._on_change()
             await ended
-        finally:
-            for live in self.calls:
-                live.watchers.remove(self._on_change)
-        piece = b""
-        try:
             while True:
                 await connection.drain()
                 piece += self._piece()
@@ -304,6 +300,11 @@ class Exchange:
             if self._writer is None:
                 raise
             return piece + self._writer.failed(e)
+        finally:
+            for live in self.calls:
+                live.watchers.remove(self._on_change)
+            # They refer to this, and nobody else does: the garbage collector would have to come.
+            self._begin = self._writer = None
 
     def _started(self) -> tuple[StreamWriter, bytes]:
         """Return the writer, and what precedes all that it writes if the answer begins now."""

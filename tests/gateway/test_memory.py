@@ -16,7 +16,11 @@ import pytest
 from benchmarks.gateway.size import bound, objects_of, trajectory_size
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Wiring
+from stepwell.gateway.dialects.base import Exchange
+from stepwell.gateway.http_protocol import HttpProtocol
 from tests.gateway.conftest import World, serving
+from tests.gateway.raw import until
+from tests.helpers import instances
 
 RETRY = {"x-stainless-retry-count": "1"}
 TOOLS: list[Any] = [
@@ -197,6 +201,42 @@ def _known(answer: Any) -> Any:
     if isinstance(answer, dict) and "output" in answer:
         return {**answer, "output": [{**item, "id": ""} for item in answer["output"]]}
     return answer
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("asked", ASKED)
+async def test_an_answered_call_does_not_wait_for_the_garbage_collector(
+    worlds: Any, http: Http, asked: str, stream: bool
+) -> None:
+    world: World = await worlds("qwen3")
+    path, body = ASKED[asked]
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(3):
+            await http.post(
+                f"{world.base_url()}/{path}",
+                {**body, "stream": stream, "temperature": turn / 8 + 0.25},
+            )
+        # The last one is told if its connection breaks.
+        await until(lambda: len(instances(Exchange)) <= 1)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("path", ["t1/p1/v1/chat/completions", "t1/p1/v1/complete_trajectory"])
+async def test_a_closed_connection_does_not_wait_for_the_garbage_collector(
+    world: World, path: str
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with aiohttp.ClientSession() as session:
+            await Http(session).post(f"{world.url}/{path}", CHAT if "chat" in path else {})
+            assert instances(HttpProtocol)
+        await until(lambda: not instances(HttpProtocol) and not instances(Exchange))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("prompt", [{"prompt_ids": [5, 6, 7]}, {"messages": CHAT["messages"]}])

@@ -25,7 +25,7 @@ async def streamed(
 
     asking = asyncio.create_task(
         ConnectionPool().request(
-            "POST", f"{client.url}/generate", orjson.dumps(fields), on_data=on_data
+            "POST", f"{client.url}/generate", [orjson.dumps(fields)], on_data=on_data
         )
     )
     asking.add_done_callback(lambda _: pieces.put_nowait(b""))

@@ -80,7 +80,7 @@ async def connections() -> AsyncIterator[ConnectionPool]:
 async def test_requests_after_one_another_share_a_connection(connections: ConnectionPool) -> None:
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
         for _ in range(3):
-            assert await connections.request("POST", server.url, b"{}") == (200, b"hi")
+            assert await connections.request("POST", server.url, [b"{}"]) == (200, b"hi")
     assert server.connections == 1
     assert server.requests[0].startswith(b"POST /generate?x=1 HTTP/1.1\r\nhost: 127.0.0.1:")
     assert server.requests[0].endswith(b"content-length: 2\r\n\r\n{}")
@@ -88,7 +88,7 @@ async def test_requests_after_one_another_share_a_connection(connections: Connec
 
 async def test_requests_at_once_have_a_connection_each(connections: ConnectionPool) -> None:
     async def ask() -> bytes:
-        return (await connections.request("POST", server.url, b"{}"))[1]
+        return (await connections.request("POST", server.url, [b"{}"]))[1]
 
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n", b"a")) as server:
         assert await asyncio.gather(*(ask() for _ in range(5))) == [b"a"] * 5
@@ -113,7 +113,7 @@ async def test_chunks_come_as_they_are_written(connections: ConnectionPool) -> N
         return False
 
     async with serving(answer) as server:
-        response = await connections.request("POST", server.url, b"{}", on_data=on_data)
+        response = await connections.request("POST", server.url, [b"{}"], on_data=on_data)
     assert seen == [b"one", b"two"]
     assert response == (200, b"")
 
@@ -121,7 +121,7 @@ async def test_chunks_come_as_they_are_written(connections: ConnectionPool) -> N
 async def test_the_body_of_a_refusal_is_whole(connections: ConnectionPool) -> None:
     answer = writes(b"HTTP/1.1 400 No\r\ncontent-length: 6\r\n\r\nbe", b"cause")
     async with serving(answer) as server:
-        response = await connections.request("POST", server.url, b"{}", on_data=refuses)
+        response = await connections.request("POST", server.url, [b"{}"], on_data=refuses)
     assert response == (400, b"because"[:6])
 
 
@@ -133,8 +133,8 @@ async def test_a_body_without_a_length_ends_with_its_connection(
     connections: ConnectionPool,
 ) -> None:
     async with serving(writes(b"HTTP/1.1 200 OK\r\n\r\nall", b" of it", close=True)) as server:
-        assert (await connections.request("POST", server.url, b"{}"))[1] == b"all of it"
-        assert (await connections.request("POST", server.url, b"{}"))[1] == b"all of it"
+        assert (await connections.request("POST", server.url, [b"{}"]))[1] == b"all of it"
+        assert (await connections.request("POST", server.url, [b"{}"]))[1] == b"all of it"
     assert server.connections == 2
 
 
@@ -154,14 +154,16 @@ async def test_an_answer_that_breaks_off_is_a_connection_error(
 ) -> None:
     async with serving(writes(*pieces, close=True)) as server:
         with pytest.raises(ConnectionError):
-            await connections.request("POST", server.url, b"{}")
+            await connections.request("POST", server.url, [b"{}"])
 
 
 async def test_nobody_listening_is_a_connection_error(connections: ConnectionPool) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionRefusedError, match="cannot connect to"):
-            await connections.request("POST", f"http://127.0.0.1:{taken.getsockname()[1]}/", b"{}")
+            await connections.request(
+                "POST", f"http://127.0.0.1:{taken.getsockname()[1]}/", [b"{}"]
+            )
 
 
 async def test_a_name_that_does_not_resolve_is_no_refusal(connections: ConnectionPool) -> None:
@@ -183,10 +185,10 @@ async def test_tls_is_spoken_with_servers_whose_certificate_is_trusted(
         async with serving(answers, tls) as server:
             if not is_trusted:
                 with pytest.raises(ConnectionError, match="certificate"):
-                    await connections.request("POST", server.url, b"{}")
+                    await connections.request("POST", server.url, [b"{}"])
                 continue
             for _ in range(2):
-                assert (await connections.request("POST", server.url, b"{}"))[1] == b"hi"
+                assert (await connections.request("POST", server.url, [b"{}"]))[1] == b"hi"
             assert server.connections == 1
         connections.close()
 
@@ -219,8 +221,8 @@ async def test_a_reader_that_fails_closes_its_connection(connections: Connection
 
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
         with pytest.raises(KeyError, match="hi"):
-            await connections.request("POST", server.url, b"{}", on_data=on_data)
-        assert (await connections.request("POST", server.url, b"{}"))[1] == b"hi"
+            await connections.request("POST", server.url, [b"{}"], on_data=on_data)
+        assert (await connections.request("POST", server.url, [b"{}"]))[1] == b"hi"
     assert server.connections == 2
 
 
@@ -232,7 +234,7 @@ async def test_a_cancelled_request_closes_its_connection(connections: Connection
         closed.set()
 
     async with serving(answer) as server:
-        asked = asyncio.create_task(connections.request("POST", server.url, b"{}"))
+        asked = asyncio.create_task(connections.request("POST", server.url, [b"{}"]))
         while not server.requests:  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0.001)
         asked.cancel()
@@ -250,7 +252,7 @@ async def test_whole_answers_are_handed_on_in_turns() -> None:
     connections = ConnectionPool(turn)
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
         for on_data in (None, None, lambda data: False):
-            await connections.request("POST", server.url, b"{}", on_data=on_data)
+            await connections.request("POST", server.url, [b"{}"], on_data=on_data)
     connections.close()
     assert turns == [1, 2]
 
@@ -270,14 +272,14 @@ async def test_the_rest_of_an_answer_that_nobody_reads_is_waited_for_a_moment(
     async with serving(answer) as server:
         seen = []
         left = await connections.request(
-            "POST", server.url, b"{}", on_data=lambda data: not seen.append(data)
+            "POST", server.url, [b"{}"], on_data=lambda data: not seen.append(data)
         )
         assert (left, seen) == ((200, b""), [b"first"])
         if ends:
             rest.set()
         await asyncio.sleep(0.05)
         rest.set()
-        assert (await connections.request("POST", server.url, b"{}"))[1] == b"first."
+        assert (await connections.request("POST", server.url, [b"{}"]))[1] == b"first."
     assert server.connections == (1 if ends else 2)
 
 
@@ -309,5 +311,5 @@ async def test_a_connection_that_idled_long_is_not_used_again(
     monkeypatch.setattr(module, "IDLE_S", 0.0)
     async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
         for _ in range(2):
-            await connections.request("POST", server.url, b"{}")
+            await connections.request("POST", server.url, [b"{}"])
     assert server.connections == 2
