@@ -32,13 +32,21 @@ class Reply:
         self._n = 0
 
     def body(self, weight_version: str, *, stream: bool = False) -> bytes | None:
-        """The response so far as JSON; None if a stream has nothing new to say."""
+        """The response so far as JSON; None if a stream has nothing new to say.
+
+        Args:
+            weight_version: told of a response without a token. Others name that of their last
+                token, whatever was loaded since.
+        """
         request = self.request
         finished = request.finished  # before the length: it is set after the last token
         n = len(request.output_ids)
         if stream and not finished and n == self._n:
             return None
         ids = request.output_ids[:n]
+        for span in request.spans:
+            if span.start < n:
+                weight_version = span.version
         self._extend(n)
         body: dict[str, Any] = {
             "text": self._text.final(ids) if finished else self._text.so_far(ids),

@@ -3,6 +3,7 @@ those of a plain full forward."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 
 from stepwell.backends.engines.embedded import scheduler as scheduler_module
 from stepwell.backends.engines.embedded.model import ModelRunner, WeightLoadError
-from stepwell.backends.engines.embedded.reply import StopStrings
+from stepwell.backends.engines.embedded.reply import Reply, StopStrings
 from stepwell.backends.engines.embedded.request import InvalidRequestError, Request, SamplingParams
 from stepwell.backends.engines.embedded.scheduler import Scheduler
 
@@ -156,6 +157,21 @@ def test_weights_change_between_two_tokens_of_a_request_held_in_place(
     assert [(s.version, s.start, s.end) for s in held.spans] == [("0", 0, cut), ("1", cut, 20)]
     assert fresh.cached_tokens == 0, "KV of the old weights was lent to a new request"
     assert_exact(reference(model_dirs.new), fresh)
+
+
+def test_an_answer_names_the_version_of_its_last_token_whatever_was_loaded_since(
+    model_dirs: Any,
+) -> None:
+    scheduler = make(model_dirs.base)
+    aborted = submit(scheduler, [20, 30, 40], 20)
+    for _ in range(4):
+        scheduler.step()
+    reply = Reply(aborted, AutoTokenizer.from_pretrained(model_dirs.base))
+    scheduler.pause("abort")
+    scheduler.update_weights(str(model_dirs.new), "7")
+    answer = json.loads(reply.body(scheduler.weight_version) or b"")
+    assert answer["output_ids"] == aborted.output_ids != []
+    assert answer["meta_info"]["weight_version"] == "0"
 
 
 def test_a_refused_checkpoint_leaves_the_weights_untouched(
