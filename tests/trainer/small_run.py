@@ -229,7 +229,7 @@ def small_config(
 ) -> RunConfig:
     """The quickstart in small, over `train` and `val` questions and `sft` conversations in files of
     their own."""
-    data = {}
+    data: dict[str, Any] = {"val": {}, "train": {"epochs": 1}}
     for name, n in (("train", train), ("val", val)):
         path = folder / f"{name}.jsonl"
         path.write_text(
@@ -241,7 +241,7 @@ def small_config(
                 for i in range(n)
             )
         )
-        data[name] = {"kind": "jsonl", "path": str(path), "epochs": 1, "shuffle": False}
+        data[name] |= {"kind": "jsonl", "path": str(path), "shuffle": False}
     if sft:
         path = folder / "sft.jsonl"
         path.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(sft)))
