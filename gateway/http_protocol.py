@@ -172,7 +172,7 @@ class DirectCall(RequestResponseCycle):
         return self.awaited
 
     async def receive(self) -> Any:
-        """As uvicorn's, which copies each byte twice more."""
+        """Receive a message like uvicorn, without copying each byte of the body twice more."""
         self.body = bytearray()
         message = await super().receive()
         if message["type"] == "http.request":

@@ -206,7 +206,7 @@ class Pace:
     def __init__(self, turn_s: float = 0.008) -> None:
         self._turn_s = turn_s
         self._limit = FIRST
-        """Of those that wait, as many go on in the next turn."""
+        """Waiting calls that go on in the next turn, at most."""
         self._began: float | None = None
         """Time when the first one passed in this turn; None: none has."""
         self._waiting: deque[asyncio.Future[None]] = deque()

@@ -68,7 +68,8 @@ def gone(pid: int, timeout_s: float = 15.0) -> bool:
 async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_weights(
     launch: Launch, model_dirs: Any, tmp_path: Path
 ) -> None:
-    """Of any kind. In `test_transports.py` the embedded one does, into a new group."""
+    """Run for any kind of engine; in `test_transports.py` the embedded one comes back, into a new
+    group."""
     store = WeightStore(tmp_path / "weights")
     supervisor = launch(store.folder)
     url = supervisor.start()
