@@ -328,7 +328,7 @@ def origin(services: Services, exchange: Exchange) -> dict[str, str]:
     has. Several prompts may have trajectories of their own: they stand in the order of the prompts,
     with commas between them."""
     headers: dict[str, str] = {}
-    version, is_recorded = exchange.told()
+    version, is_recorded = exchange.outcome()
     version = services.engine.version if version is None else version
     if version is not None:
         headers[VERSION_HEADER] = str(version)

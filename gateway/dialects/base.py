@@ -217,7 +217,7 @@ class Exchange:
         """Unix seconds."""
         return self.calls[0].call.created
 
-    def told(self) -> tuple[int | None, bool]:
+    def outcome(self) -> tuple[int | None, bool]:
         """The newest policy version that sampled of it so far (None: nothing is sampled yet); and
         true if a Step of each sample is stored. Of a stream, as far as it is known as it begins."""
         newest, is_recorded = None, True
