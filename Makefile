@@ -49,10 +49,10 @@ check: install
 test-long: install
 	@HYPOTHESIS_PROFILE=long exec $(COST) "long tests" $(BIN)/pytest -o timeout=1800 -m "long or hypothesis"
 
-#   make test-luck  every test file that starts a server or an engine, twenty times (TIMES=3; hours)
+#   make test-luck  every test file that starts a server or an engine, twenty times (TIMES=3 LANES=2; hours)
 .PHONY: test-luck
 test-luck: install
-	@exec $(BIN)/python -m tests.luck --times $(or $(TIMES),20)
+	@exec $(BIN)/python -m tests.luck --times $(or $(TIMES),20) --lanes $(or $(LANES),1)
 
 #   make test-cluster  runs on two and three machines, which are network namespaces (Linux, root, `ip`)
 .PHONY: test-cluster

@@ -1,19 +1,33 @@
 """Runs every test file that starts a server or an engine several times, for what passes by luck.
 
-    python -m tests.luck [--times 20] [FILE…]     `make test-luck`
+    python -m tests.luck [--times 20] [--lanes 2] [FILE…]     `make test-luck`
 
 A file starts one if it, or a fixture that it names, does. Files are run in turns, so that a machine
-that gets busier meets all of them; the first failure of each is shown, and the exit code is 1.
+that gets busier meets all of them; the first failure of each is shown, and the exit code is 1. A
+turn has interpreters of its own, one per lane (the order of a set of strings is its own, too). It
+collects the tests of all its files, and each file runs in a process that forks from it: to import
+torch, transformers, Ray and the product anew would cost more than most files do.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import io
+import os
+import random
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).parents[1]
 STARTS = re.compile(
@@ -26,27 +40,72 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.luck", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--lanes", type=int, default=1, help="files that run at a time")
     args = parser.parse_args()
     files = args.files or [
         path.relative_to(ROOT)
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if STARTS.search(path.read_text())
     ]
-    failures: Counter[Path] = Counter()
+    if args.times == 1 and args.lanes == 1:
+        return int(bool(run_each(files)))
+    failures: Counter[str] = Counter()
     for turn in range(1, args.times + 1):
-        for path in files:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", str(path)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            if done.returncode not in (0, 5):  # 5: all of it is marked `long`
-                failures[path] += 1
-                print(f"{path} failed in turn {turn}", flush=True)
-                if failures[path] == 1:
-                    print(done.stdout[-6000:], flush=True)
-        n = failures.total()
-        print(f"turn {turn}: {len(files)} files, {n} failures so far", flush=True)
+        began = time.monotonic()
+        for line in one_turn(files, args.lanes):
+            print(line, end="", flush=True)
+            if line.startswith(FAILED):
+                failures[line.removeprefix(FAILED).strip()] += 1
+        took = time.monotonic() - began
+        said = f"turn {turn}: {len(files)} files, {took:.0f} s, {failures.total()} failures so far"
+        print(said, flush=True)
     for path, n in failures.most_common():
         print(f"{path}: {n} of {args.times}")
     return int(bool(failures))
+
+
+FAILED = "failed: "
+
+
+def one_turn(files: list[Path], lanes: int) -> list[str]:
+    """What the lanes print, once all are through."""
+    command = [sys.executable, "-m", "tests.luck", "--times", "1"]
+    running = [
+        subprocess.Popen([*command, *map(str, files[i::lanes])], cwd=ROOT, stdout=-1, text=True)
+        for i in range(lanes)
+    ]
+    return [line for lane in running for line in lane.communicate()[0].splitlines(keepends=True)]
+
+
+def run_each(files: list[Path]) -> int:
+    """Number of files that fail."""
+    with redirect_stdout(io.StringIO()):  # a file that cannot be collected fails below
+        pytest.main(["-q", "--collect-only", *map(str, files)])
+    failures = 0
+    for path in files:
+        with tempfile.TemporaryFile("w+") as output:
+            if not (pid := os.fork()):
+                run_one(path, output.fileno())
+            _, status, usage = os.wait4(pid, 0)
+            code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+            print(f"{cpu_s:6.1f} s CPU {path}", flush=True)
+            if code not in (0, 5):  # 5: all of it is marked `long`
+                failures += 1
+                output.seek(0)
+                print(output.read()[-6000:], flush=True)
+                print(f"{FAILED}{path}", flush=True)
+    return failures
+
+
+def run_one(path: Path, output: int) -> NoReturn:
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    random.seed()
+    np.random.seed()  # a forked process has its parent's
+    code = pytest.main(["-q", "-x", "--no-header", str(path)])
+    sys.stdout.flush()
+    atexit._run_exitfuncs()
+    os._exit(code)
 
 
 if __name__ == "__main__":
