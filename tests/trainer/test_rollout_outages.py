@@ -318,6 +318,25 @@ async def test_an_agent_that_never_works_is_named_at_once_and_ends_the_run(
     assert drawn <= LOST_IN_A_ROW + 16 + 1
 
 
+@pytest.mark.parametrize(
+    ("agent", "cause"),
+    [
+        ("raises", "8 × ValueError: no such tool"),
+        ("never_calls", "8 × no_steps (the agent never called the model at its base_url)"),
+    ],
+)
+async def test_an_evaluation_of_an_agent_that_never_works_names_the_cause(
+    rig: Rig, agent: str, cause: str
+) -> None:
+    """It is no `StarvedError`, after which an evaluation is tried again: a part was down."""
+    options = {"agent": f"{__name__}:{agent}", "n": 4, "max_attempts": 1}
+    async with producer_of(rig, 1, **options) as producer:
+        tasks = [{"question": "?", "instance_id": f"v{i}"} for i in range(2)]
+        with pytest.raises(RolloutError, match="finished none of 8 evaluation rollouts") as e:
+            await producer.evaluate(tasks, 4, "val")
+    assert str(e.value).startswith(cause)
+
+
 TURNS = count()
 
 

@@ -234,7 +234,11 @@ class Producer(GroupProducer):
         Args:
             beside_training: take no more than half of the workers' slots, so that training
             rollouts go on.
+
+        Raises:
+            RolloutError: not one rollout finished, and all by the agent's own errors.
         """
+        all_ends: Counter[str] = Counter()
         half = len(self._workers) * self._config.concurrency // (2 * n)
         places = asyncio.Semaphore(max(1, half if beside_training else len(tasks)))
 
@@ -249,9 +253,17 @@ class Producer(GroupProducer):
                     if INFRASTRUCTURE not in ends:
                         break
                     await self._drop_lost(prompt_uid, channel)
+            all_ends.update(ends)
             return prompt_uid
 
-        return list(await asyncio.gather(*(run(i, task) for i, task in enumerate(tasks))))
+        uids = list(await asyncio.gather(*(run(i, task) for i, task in enumerate(tasks))))
+        if own := _by_own_error(all_ends):
+            raise RolloutError(
+                f"{_common_causes(own)}: rollout.agent = {self._config.agent} finished none of "
+                f"{all_ends.total()} evaluation rollouts; correct the agent and run the same "
+                "command again"
+            )
+        return uids
 
     async def _run(self, limit: int | None) -> None:
         numbers = iter(count() if limit is None else range(limit))
@@ -401,14 +413,13 @@ class Producer(GroupProducer):
             self._lost_in_a_row = 0
             self._causes.clear()
             return
-        own = {end: n for end, n in ends.items() if end not in (INFRASTRUCTURE, CLOSED)}
-        if INFRASTRUCTURE in ends or not own:
+        if not (own := _by_own_error(ends)):
             return
         self._lost_in_a_row += 1
-        self._causes.update({MEANINGS.get(end, end): n for end, n in own.items()})
+        self._causes.update(own)
         agent, causes = f"rollout.agent = {self._config.agent}", _common_causes(self._causes)
         if LOST not in self._shown:
-            self._shown |= {LOST, *map(_kind, own)}
+            self._shown |= {LOST, *map(_kind, ends)}
             self._notify_user(
                 f"{causes}: {agent} lost all rollouts of {prompt_uid}; the log has "
                 f"the traceback, and {LOST_IN_A_ROW} such groups in a row end the run"
@@ -484,6 +495,14 @@ class Producer(GroupProducer):
 def _kind(end: str) -> str:
     """Kind of a rollout's end: of an error its type."""
     return end.partition(":")[0]
+
+
+def _by_own_error(ends: Mapping[str, int]) -> Counter[str]:
+    """Return the agent's own errors as people read them, if no rollout finished and none was lost
+    to the infrastructure."""
+    if COMPLETE in ends or INFRASTRUCTURE in ends:
+        return Counter()
+    return Counter({MEANINGS.get(end, end): n for end, n in ends.items() if end != CLOSED})
 
 
 def _common_causes(causes: Counter[str]) -> str:
