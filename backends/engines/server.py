@@ -1,7 +1,7 @@
 """`EngineServer`: the Ray actor that supervises one engine, or attaches to running ones.
 
     server = start_engine(config, log_dir=run_dir / "logs", weights_dir=run_dir / "weights")
-    urls = await wait_started(server, accept)    # healthy, and has what the run needs
+    urls, _ = await wait_started(server, accept)    # healthy, and has what the run needs
     ...                                     # restarted at the committed weights after a crash or
                                             # hang, of the engine or of the actor
     await server.stop.remote()
@@ -135,8 +135,11 @@ class EngineServer:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-async def wait_started(server: Any, accept: Callable[[str], Awaitable[None]]) -> list[str]:
-    """Urls of the engine of a new `EngineServer`, which is kept there.
+async def wait_started(
+    server: Any, accept: Callable[[str], Awaitable[None]]
+) -> tuple[list[str], Any]:
+    """Urls of the engine of a new `EngineServer`, which is kept there, and the call that keeps it:
+    it ends after `stop`.
 
     Args:
         accept: looks at a url; what it raises is raised, and nothing is kept.
@@ -147,8 +150,7 @@ async def wait_started(server: Any, accept: Callable[[str], Awaitable[None]]) ->
     urls: list[str] = await server.start.remote()
     for url in urls:
         await accept(url)
-    server.serve.remote(urls)
-    return urls
+    return urls, server.serve.remote(urls)
 
 
 def start_engine(

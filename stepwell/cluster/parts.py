@@ -208,16 +208,18 @@ async def _start_engines(
             if others
             else start_engine(engine, **where, **(own or here))
         )
-    stack.push_async_callback(_stop, servers)
-    urls = await asyncio.gather(*(wait_started(server, accept) for server in servers))
-    return [url for of_server in urls for url in of_server]
+    serving: list[Any] = []
+    stack.push_async_callback(_stop, servers, serving)
+    started = await asyncio.gather(*(wait_started(server, accept) for server in servers))
+    serving += [call for _, call in started]
+    return [url for urls, _ in started for url in urls]
 
 
 async def _start_gateways(
     config: GatewayConfig, wiring: Wiring, logs: Path, stack: AsyncExitStack
 ) -> tuple[str, ...]:
     replicas = start_replicas(config, wiring, POOL_NAME, logs)
-    stack.push_async_callback(_stop, replicas)
+    stack.push_async_callback(_stop, replicas, [])
     return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))
 
 
@@ -248,9 +250,14 @@ def generate_needs(config: RunConfig) -> dict[str, Any]:
     return {"tokenizer_path": path, "validation": config.validation}
 
 
-async def _stop(actors: Sequence[Any]) -> None:
+async def _stop(actors: Sequence[Any], serving: list[Any]) -> None:
     """Stop actors, all at once: a Ray that has ended ends this process within a minute, and what
-    happened is to be said before."""
+    happened is to be said before.
+
+    Args:
+        serving: calls of theirs that end with `stop`; of one whose actor is killed before Ray would
+            warn.
+    """
 
     async def stop(actor: Any) -> None:
         try:
@@ -260,6 +267,8 @@ async def _stop(actors: Sequence[Any]) -> None:
 
     await asyncio.gather(*map(stop, actors))
     if await asyncio.to_thread(head_answers):  # `kill` would wait for it, and end nothing
+        if serving:
+            await asyncio.to_thread(ray.wait, serving, num_returns=len(serving), timeout=STOP_S)
         for actor in actors:
             ray.kill(actor)
 

@@ -96,12 +96,11 @@ def connected(
 def _start(namespace: str, object_store_mb: int) -> None:
     try:
         with _our_signals(), _ends_at_once():
-            ray.init(
+            _connect(
                 address="local",
                 namespace=namespace,
                 object_store_memory=object_store_mb << 20,
                 include_dashboard=False,
-                **_QUIET,
             )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
         raise RayEndedError(
@@ -448,7 +447,7 @@ def attached(part: RayPart, run_dir: str, **options: Any) -> Iterator[None]:
         before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
         try:
             with _our_signals():
-                ray.init(address=part.address, namespace=part.namespace, **options, **_QUIET)
+                _connect(address=part.address, namespace=part.namespace, **options)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
             why = _line(e)
             if part.auth_mode == "token" and _is_about_a_token(e):
@@ -487,7 +486,16 @@ def _read_credentials_again() -> None:
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+def _connect(**options: Any) -> None:
+    """`ray.init`, after which stdout stays ours (`--json`): what Ray has to say of lost processes,
+    which it would print there, is a warning of our log."""
+    worker: Any = ray._private.worker
+    worker.print_to_stdstream = _warn  # with `log_to_driver` off, for nothing else
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def _warn(message: Mapping[str, Any], ignore_prefix: bool) -> None:
+    log.warning("Ray: %s", " ".join(" ".join(message["lines"]).split()))
 
 
 @contextmanager
@@ -529,12 +537,12 @@ def _init(address: str, options: dict[str, Any]) -> None:
     """Without a token first: a Ray that wants none would take the driver's calls with one, but its
     workers would refuse the driver."""
     try:
-        ray.init(address=address, **options, **_QUIET)
+        _connect(address=address, **options)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as e:
         if not _is_about_a_token(e) or not maybe_enable_token_auth_if_token_available(False):
             raise
         ray.shutdown()
-        ray.init(address=address, **options, **_QUIET)
+        _connect(address=address, **options)
 
 
 def _is_about_a_token(error: BaseException | None) -> bool:

@@ -60,8 +60,9 @@ with connected(None, "test", 100):
 
 
 VARIABLES = """
-import os, subprocess
+import logging, os, subprocess, threading
 import psutil, ray
+from ray._private.utils import publish_error_to_driver
 from stepwell.cluster.ray import connected, environment
 
 @ray.remote(num_cpus=0)
@@ -81,6 +82,12 @@ with environment(GLOO_SOCKET_IFNAME="lo"), connected(None, "test", 100):
     commands = [each.cmdline() for each in psutil.Process().children(recursive=True)]
     scripts = [word for words in commands for word in words[1:4] if word.endswith(".py")]
     print(*{os.path.basename(script) for script in scripts})
+    warned = threading.Event()
+    logging.basicConfig()
+    logging.root.handlers[0].addFilter(lambda record: warned.set() or True)
+    gcs = ray._private.worker.global_worker.gcs_client
+    publish_error_to_driver("worker_died", "a worker\\nwas lost", gcs)
+    assert warned.wait(60)
 print(os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
@@ -95,12 +102,17 @@ def _gone(pids: list[int], timeout_s: float = 60.0) -> bool:
 
 
 @pytest.fixture(scope="module")
-def said() -> list[list[str]]:
-    """Words of the lines that a driver with variables and a Ray of its own prints."""
-    done = subprocess.run(
+def driver() -> subprocess.CompletedProcess[str]:
+    """One with variables and a Ray of its own, which has something to say."""
+    return subprocess.run(
         [sys.executable, "-c", VARIABLES], capture_output=True, text=True, check=True, timeout=120
     )
-    return [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def said(driver: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    """Words of the lines that it prints."""
+    return [line.split() for line in driver.stdout.splitlines()]
 
 
 def test_variables_reach_ranks_engines_and_the_driver_and_end_with_the_run(
@@ -120,6 +132,11 @@ def test_it_starts_nothing_that_a_run_does_not_ask(said: list[list[str]]) -> Non
     *_, scripts, _ = said
     assert "guard.py" in scripts  # ours
     assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & {*scripts}, scripts
+
+
+def test_ray_warns_in_our_log_not_on_stdout(driver: subprocess.CompletedProcess[str]) -> None:
+    assert "WARNING:stepwell.cluster.ray:Ray: a worker was lost" in driver.stderr
+    assert "was lost" not in driver.stdout
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ async def test_a_server_outlasts_the_death_of_its_actors(
     async def accept(url: str) -> None:
         looked_at.append(url)
 
-    (url,) = await wait_started(server, accept)
+    (url,), _ = await wait_started(server, accept)
     assert looked_at == [url]
     before = [node["pid"] for node in (await server.status.remote())["nodes"]]
     async with EngineClient(url) as client:

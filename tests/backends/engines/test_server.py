@@ -63,7 +63,7 @@ async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_comm
     async def accept(url: str) -> None:
         accepted.append(url)
 
-    [url] = await wait_started(server, accept)
+    [url], _ = await wait_started(server, accept)
     assert accepted == [url]
     before = (await server.status.remote())["pid"]
     store.commit(5, model_dirs.new)
