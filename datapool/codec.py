@@ -578,9 +578,11 @@ class PackedLease(msgspec.Struct, array_like=True, tag=True, gc=False):
     expires_at: float
 
     def unpack(self) -> Lease:
-        return Lease(
-            self.lease_id, self.channel, tuple(g.unpack() for g in self.groups), self.expires_at
-        )
+        return self.with_groups(g.unpack() for g in self.groups)
+
+    def with_groups(self, groups: Iterable[Group]) -> Lease:
+        """The lease with its groups as they were unpacked."""
+        return Lease(self.lease_id, self.channel, tuple(groups), self.expires_at)
 
 
 def unpack(trajectory: PackedTrajectory) -> list[Step]:
