@@ -65,6 +65,7 @@ SPILLED = 32
 PICTURES = 64
 """Flag of a step whose prompt has pictures: its own, or its base's."""
 HEADER_BYTES = _HEADER.size
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 Place: TypeAlias = tuple[int, int, int]
 """Row of the journal, offset and size in it."""
 _REASONS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
@@ -577,9 +578,11 @@ class PackedLease(msgspec.Struct, array_like=True, tag=True, gc=False):
     expires_at: float
 
     def unpack(self) -> Lease:
-        return Lease(
-            self.lease_id, self.channel, tuple(g.unpack() for g in self.groups), self.expires_at
-        )
+        return self.with_groups(g.unpack() for g in self.groups)
+
+    def with_groups(self, groups: Iterable[Group]) -> Lease:
+        """The lease with its groups as they were unpacked."""
+        return Lease(self.lease_id, self.channel, tuple(groups), self.expires_at)
 
 
 def unpack(trajectory: PackedTrajectory) -> list[Step]:
@@ -587,22 +590,55 @@ def unpack(trajectory: PackedTrajectory) -> list[Step]:
 
     Every base must be among them. Prompts of one chain are views of one array.
     """
-    headers = [packed.header for packed in trajectory.steps]
-    found = {header[0]: at for at, header in enumerate(headers)}
+    sent, trajectory_uid, prompt_uid = (
+        trajectory.steps,
+        trajectory.trajectory_uid,
+        trajectory.prompt_uid,
+    )
+    headers = [packed.header for packed in sent]
+    found = {header.step_index: at for at, header in enumerate(headers)}
     chains: dict[int, TokenIds] = {}
     for index in sorted(found, reverse=True):
         if index not in chains:
             # The tokens of a chain, from its leaf, in one array; each step of it sees its part.
-            chain, base = [found[index]], headers[found[index]].base_index
+            chain, base = [index], headers[found[index]].base_index
             while base >= 0:
-                chain.append(found[base])
+                chain.append(base)
                 base = headers[found[base]].base_index
-            array = np.frombuffer(chain_tokens([trajectory.steps[at] for at in chain]), np.int32)
+            array = np.frombuffer(chain_tokens([sent[found[at]] for at in chain]), _INT32)
             for at in chain:
-                chains.setdefault(headers[at][0], array)
-    uids = trajectory.trajectory_uid, trajectory.prompt_uid
-    each = zip(headers, trajectory.steps, strict=True)
-    steps = [_unpack(header, packed, chains[header[0]], *uids) for header, packed in each]
+                chains.setdefault(at, array)
+    steps = []
+    for header, packed in zip(headers, sent, strict=True):
+        index, parent, _, flags, version, reward, n_prompt, n_new, n_response, *_ = header
+        payload, ids, log_probs = packed.payload, chains[index], None
+        offset = _HEADER.size + 4 * (n_new + n_response)
+        if flags & _LOG_PROBS:
+            log_probs = np.frombuffer(payload, _FLOAT32, n_response, offset)
+            offset += 4 * n_response
+        # What no index looks at.
+        extra = _extra_decoder.decode(memoryview(payload)[offset:])
+        spans, multi_modal_data, routed_experts = extra[1:_OWN] or ((), None, None)
+        steps.append(
+            trusted_step(
+                ids[:n_prompt],
+                ids[n_prompt : n_prompt + n_response],
+                None if math.isnan(reward) else reward,
+                trajectory_uid,
+                prompt_uid,
+                index,
+                version,
+                bool(flags & _LAST),
+                extra[0],
+                log_probs,
+                _REASONS[flags >> _REASON_SHIFT & _REASON],
+                None if parent < 0 else parent,
+                tuple(VersionSpan(*span) for span in spans) if spans else (),
+                multi_modal_data,
+                routed_experts,
+                tuple(pictures_of(extra)) if flags & PICTURES else (),
+            )
+        )
     if any(header.flags & PICTURES for header in headers):
         for index in sorted(found):  # a base comes before what extends it
             header, step = headers[found[index]], steps[found[index]]
@@ -626,38 +662,6 @@ def shadow_bytes(prompt: Prompt, pictures: Sequence[Picture]) -> bytes:
 def chain_tokens(chain: Sequence[PackedStep]) -> bytes:
     """Prompt and response of the first step of a chain: a step, its base, and so on to a root."""
     return b"".join((chain[-1].prompt or b"", *(p.tokens for p in reversed(chain))))
-
-
-def _unpack(
-    header: Header, packed: PackedStep, chain: TokenIds, trajectory_uid: str, prompt_uid: str
-) -> Step:
-    """A step whose tokens its chain begins with."""
-    index, parent, _, flags, version, reward, n_prompt, n_new, n_response, *_ = header
-    log_probs, offset = None, _HEADER.size + 4 * (n_new + n_response)
-    if flags & _LOG_PROBS:
-        log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
-        offset += 4 * n_response
-    # What no index looks at.
-    extra = _extra_decoder.decode(memoryview(packed.payload)[offset:])
-    spans, multi_modal_data, routed_experts = extra[1:_OWN] or ((), None, None)
-    return trusted_step(
-        chain[:n_prompt],
-        chain[n_prompt : n_prompt + n_response],
-        None if math.isnan(reward) else reward,
-        trajectory_uid,
-        prompt_uid,
-        index,
-        version,
-        bool(flags & _LAST),
-        extra[0],
-        log_probs,
-        _REASONS[flags >> _REASON_SHIFT & _REASON],
-        None if parent < 0 else parent,
-        tuple(VersionSpan(*span) for span in spans) if spans else (),
-        multi_modal_data,
-        routed_experts,
-        tuple(pictures_of(extra)) if flags & PICTURES else (),
-    )
 
 
 def in_trajectories(steps: Iterable[tuple[str, str, PackedStep]]) -> list[PackedTrajectory]:

@@ -58,7 +58,7 @@ from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.shard import Caller, LocalShard, Shard
 from stepwell.datapool.remote.shards import Shards
 from stepwell.datapool.selection import DryRun, Marks
-from stepwell.datapool.types import TRAIN, Lease, Step
+from stepwell.datapool.types import TRAIN, Group, Lease, Step
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +93,15 @@ class DataPoolClient:
         self.shards = tuple(shards)
         self._pool: Caller = self.shards[0] if len(self.shards) == 1 else Shards(self.shards)
         self._outbox = Outbox(self._pool)
-        self._acking: set[asyncio.Future[Any]] = set()
+        self._sending: set[asyncio.Future[None]] = set()
+        """Calls whose answers nobody waits for."""
 
     def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Sequence[Shard]]]:
         return (type(self), (self.shards,))
 
     async def close(self) -> None:
         """Hang up. A later call connects again."""
-        await asyncio.gather(*self._acking, return_exceptions=True)
+        await asyncio.gather(*self._sending, return_exceptions=True)
         for shard in self.shards:
             shard.close()
 
@@ -328,7 +329,21 @@ class DataPoolClient:
                 log.warning("no lease yet: %s", e)
                 await asyncio.sleep(FULL_S if left is None else min(FULL_S, left))
             else:
-                return answer.unpack() if isinstance(answer, PackedLease) else None
+                return await self._unpacked(answer) if isinstance(answer, PackedLease) else None
+
+    async def _unpacked(self, packed: PackedLease) -> Lease:
+        """Unpack a lease, some 7 µs a step, and let others go on after each group: a producer of
+        this loop keeps the pool at work meanwhile."""
+        groups: list[Group] = []
+        try:
+            for group in packed.groups:
+                if groups:
+                    await _others()
+                groups.append(group.unpack())
+        except asyncio.CancelledError:
+            self._send(ops.Nack(packed.lease_id, ops.LEFT))
+            raise
+        return packed.with_groups(groups)
 
     async def fetch_batch(
         self,
@@ -346,15 +361,20 @@ class DataPoolClient:
         lease = await self.lease_batch(n_rollouts, channel, batch_size, timeout_s)
         if lease is None:
             return None
-        acking = asyncio.ensure_future(self.call(ops.Ack(lease.lease_id)))
-        self._acking.add(acking)
-        acking.add_done_callback(self._acked)
+        self._send(ops.Ack(lease.lease_id))
         return lease.steps
 
-    def _acked(self, acking: asyncio.Future[Any]) -> None:
-        self._acking.discard(acking)
-        if not acking.cancelled() and (error := acking.exception()) is not None:
-            log.error("the ack of a fetched batch failed: %s", error)
+    def _send(self, op: ops.Ack | ops.Nack) -> None:
+        """End a lease, and wait for no answer."""
+
+        def ended(sending: asyncio.Future[None]) -> None:
+            self._sending.discard(sending)
+            if not sending.cancelled() and (error := sending.exception()) is not None:
+                log.error("the %s of a batch failed: %s", type(op).__name__.lower(), error)
+
+        sending = asyncio.ensure_future(self._pool.call(op))
+        self._sending.add(sending)
+        sending.add_done_callback(ended)
 
     ack = _makes(ops.Ack)
     nack = _makes(ops.Nack)
@@ -515,3 +535,10 @@ class DataPoolClient:
     get_statistics = _makes(asked.GetStatistics)
     describe = _makes(asked.Describe)
     shutdown = _makes(ops.Shutdown)
+
+
+async def _others() -> None:
+    """Let the loop read what came (its first turn) and let those go on who waited for that (its
+    second); this coroutine is before them in each."""
+    for _ in range(3):
+        await asyncio.sleep(0)

@@ -150,7 +150,7 @@ class Shards:
         return home
 
     async def _submit(self, op: ops.SubmitSteps) -> list[Any]:
-        """Steps of several shards, in one call of each."""
+        """Steps of one shard, as of one group, or of several, in one call of each."""
         outcomes: list[list[Any]] = [[] for _ in op.trajectories]
         parts: dict[int, list[int]] = {}
         for i, packed in enumerate(op.trajectories):
@@ -160,6 +160,9 @@ class Shards:
                 outcomes[i] = [ops.Refusal.of(e)] * len(packed.steps)
             else:
                 parts.setdefault(home, []).append(i)
+        if [len(part) for part in parts.values()] == [len(op.trajectories)]:
+            (home,) = parts
+            return await self.shards[home].call(op)
         # All are begun now: what is called next, of whatever group, comes after them.
         began = [
             self.shards[home].call(replace(op, trajectories=[op.trajectories[i] for i in part]))

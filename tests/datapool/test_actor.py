@@ -222,6 +222,37 @@ async def test_a_bad_request_does_not_enter_the_queue(pool):
     assert await waiting(pool) == (0, 0)
 
 
+async def test_a_consumer_that_leaves_at_any_moment_leaves_no_group_leased(pool, finish):
+    for uid in "abcd":
+        await finish(pool, f"p{uid}", uid)
+    n_left = 0
+    for turns in range(30):
+        leasing = asyncio.create_task(pool.lease_batch(batch_size=4))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        leasing.cancel()
+        try:
+            await pool.nack((await leasing).lease_id, "late")
+        except asyncio.CancelledError:
+            n_left += 1
+        await settle()
+        groups = (await pool.get_statistics("train"))["groups"]
+        assert (groups["ready"], groups["leased"]) == (4, 0)
+    assert n_left > 5, "some of them while the lease was unpacked"
+
+
+async def test_others_go_on_between_the_groups_of_a_lease(pool, finish):
+    for uid in "abcd":
+        await finish(pool, f"p{uid}", uid)
+    leasing = asyncio.create_task(pool.lease_batch(batch_size=4))
+    n_turns = 0
+    while not leasing.done():
+        await asyncio.sleep(0)
+        n_turns += 1
+    assert [g.prompt_uid for g in (await leasing).groups] == ["pa", "pb", "pc", "pd"]
+    assert n_turns > 6, "two after each: one to read what came, one to go on with that"
+
+
 # -- producers -------------------------------------------------------------------------------
 
 
