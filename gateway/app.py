@@ -59,6 +59,7 @@ class _App(FastAPI):
             **options,
         )
         self.state.services = self._services = services
+        self.writes = services.engine.connections.writes
         self._finder = Finder(ENDPOINTS)
         self._document: asyncio.Task[bytes] | None = None
         self._entry: ASGIApp = self._answer

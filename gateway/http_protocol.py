@@ -38,6 +38,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from stepwell.backends.engines.connections import LateWrites
 from stepwell.gateway.access import Named, Principal, routing_path, take_keys
 from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import (
@@ -99,6 +100,10 @@ CALL = "stepwell.call"
 
 class CallApp(Protocol):
     """The application, as far as it answers LLM calls."""
+
+    writes: LateWrites
+    """Writes of its event loop. Answers to calls are among them: whatever else is written to a
+    connection outside a task, and whatever closes it, flushes them before."""
 
     def find_call(self, path: str) -> Any:
         """Find the endpoint of a POST to this path; None: it is no call."""
@@ -244,8 +249,10 @@ class DirectCall(RequestResponseCycle):
         if self.disconnected:
             return
         self.response_started = self.response_complete = True
-        self.transport.write(data)
-        if not self.keep_alive:
+        if self.keep_alive:
+            self.connection.writes.add(self.transport, data)
+        else:
+            self.transport.write(data)
             self.transport.close()
         self.connection.on_response_complete()
 
@@ -280,6 +287,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
         self.app_of_calls: CallApp = self.config.app  # type: ignore[assignment]
+        self.writes = self.app_of_calls.writes
         self.is_lost = False
         self.listeners: set[Closing] = set()
         self.handed: Losing | None = None
@@ -312,6 +320,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def make_room(self) -> None:
         """Close it: its peer has too many connections without a key."""
+        self.writes.flush()
         self.authenticated()
         self._stop_timer()
         self._is_refused = True
@@ -325,10 +334,18 @@ class HttpProtocol(HttpToolsProtocol):
             )
         self.transport.close()  # at once: those that linger would be too many, too
 
+    def eof_received(self) -> None:
+        self.writes.flush()  # the connection is closed behind it
+
+    def shutdown(self) -> None:
+        self.writes.flush()
+        super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self.authenticated()
         self._stop_timer()
         is_broken = exc is not None or self.transport.get_write_buffer_size() > 0
+        is_broken = is_broken or self.writes.has(self.transport)
         super().connection_lost(exc)
         self.is_lost = True
         if (
@@ -521,10 +538,12 @@ class HttpProtocol(HttpToolsProtocol):
         if left > 0:
             self._close_idle_in(left)
         else:
+            self.writes.flush()
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         if not self._is_refused:
+            self.writes.flush()
             super().send_400_response(msg)
 
     @property
@@ -562,6 +581,7 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, e: GatewayError) -> None:
+        self.writes.flush()
         if self._is_served:  # an answer to what came before is on its way
             self.transport.close()
         else:
@@ -570,6 +590,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end(self) -> None:
         """Close it, once the client had time to read the last answer."""
+        self.writes.flush()
         self._is_refused = True
         self._stop_timer()
         if not self.transport.is_closing():

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from stepwell.backends.engines import connections as module
-from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.engines.connections import ConnectionPool, LateWrites
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -313,3 +313,47 @@ async def test_a_connection_that_idled_long_is_not_used_again(
         for _ in range(2):
             await connections.request("POST", server.url, [b"{}"])
     assert server.connections == 2
+
+
+class Written(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.pieces.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+
+async def test_what_one_turn_of_the_loop_writes_goes_out_at_its_end_before_new_tasks() -> None:
+    late, first, second = LateWrites(), Written(), Written()
+    late.add(first, b"1")
+    late.add(second, b"2")
+    seen: list[list[bytes]] = []
+
+    async def look() -> None:
+        seen.append([*first.pieces, *second.pieces])
+
+    task = asyncio.create_task(look())
+    assert late.has(first)
+    assert (first.pieces, second.pieces) == ([], [])
+    await task
+    assert seen == [[b"1", b"2"]]
+    assert not late.has(first)
+    late.add(first, b"3")
+    late.flush()
+    assert first.pieces == [b"1", b"3"]
+
+
+async def test_what_a_lost_connection_was_to_carry_is_dropped() -> None:
+    late, lost, other = LateWrites(), Written(), Written()
+    late.add(lost, b"lost")
+    late.add(other, b"kept")
+    lost.is_closed = True
+    await asyncio.sleep(0)
+    assert (lost.pieces, other.pieces) == ([], [b"kept"])
