@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -79,6 +79,10 @@ LEAST_LOGPROB = -9999.0
 """JSON knows no infinity."""
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "stream")
+_sampling_of = attrgetter(*_SAMPLING)
+
+
 class StreamOptions(Params):
     include_usage: bool = False
     include_obfuscation: Any = None
@@ -139,8 +143,7 @@ class CompletionParams(Params):
 
     def sampling(self) -> dict[str, Any]:
         """Fields that a `ChatRequest` has under the same names."""
-        same = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed")
-        found = {name: getattr(self, name) for name in (*same, "stream")}
+        found = dict(zip(_SAMPLING, _sampling_of(self), strict=True))
         if self.regex is not None:
             found |= {"constraint": ("regex", self.regex), "constraint_field": "regex"}
         return found

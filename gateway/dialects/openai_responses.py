@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
@@ -102,6 +103,7 @@ _ECHOED = (
 )
 """Fields of a request that its answer repeats, in OpenAI's order; then those that Open Responses
 wants in every answer."""
+_echoed = attrgetter(*_ECHOED)
 Summary = Literal["auto", "concise", "detailed"]
 STORED_CHARS = 2**28
 """Default of `gateway.stored_response_chars`."""
@@ -287,7 +289,7 @@ class OpenAIResponses(Dialect):
             "tool_choice": params.tool_choice or "auto",
             "tools": toolbox.echo,
         }
-        echo = {name: changed.get(name, getattr(params, name)) for name in _ECHOED}
+        echo = dict(zip(_ECHOED, _echoed(params), strict=True)) | changed
         options = Options(
             echo,
             toolbox,
