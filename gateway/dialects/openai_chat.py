@@ -234,7 +234,7 @@ class OpenAIChat(Dialect):
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
     ) -> Parsed:
-        params = known.read(ChatParams, body, self.list_name)
+        params, items = known.read(ChatParams, body, self.list_name)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
@@ -258,7 +258,7 @@ class OpenAIChat(Dialect):
         if (effort := params.reasoning_effort) is not None:
             told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
             template_args = told | template_args
-        messages = [_message(m, known.place(i), known) for i, m in enumerate(params.messages)]
+        messages = [_message(m, known.place(i), known) for i, m in enumerate(items)]
         prefill = ""
         if params.continue_final_message or params.add_generation_prompt is not None:
             prefill = _continued(messages, params, known, forced_tool)

@@ -202,12 +202,14 @@ class ResponsesParams(Params):
         told = [] if self.context_management is None else ["context_management"]
         return [*told, "truncation=auto"] if self.truncation == "auto" else told
 
-    def items(self) -> list[Item]:
-        if isinstance(self.input, str):
-            return [{"type": "message", "role": "user", "content": self.input}]
-        if not isinstance(self.input, list | None):
-            raise wrong("input", self.input, "send text or a list of items")
-        return self.input or []
+
+def _items(sent: Any) -> list[Item]:
+    """Items of an `input`."""
+    if isinstance(sent, str):
+        return [{"type": "message", "role": "user", "content": sent}]
+    if not isinstance(sent, list | None):
+        raise wrong("input", sent, "send text or a list of items")
+    return sent or []
 
 
 class OpenAIResponses(Dialect):
@@ -233,8 +235,8 @@ class OpenAIResponses(Dialect):
         Raises:
             PreviousResponseError, UnknownItemError: what is referred to is not stored.
         """
-        params = known.read(ResponsesParams, body, self.list_name)
-        ignored, items = params.told(), params.items()
+        params, sent = known.read(ResponsesParams, body, self.list_name)
+        ignored, items = params.told(), _items(sent)
         previous = self._previous(params.previous_response_id, reader)
         toolbox: Toolbox = known.tools or Toolbox.read(params.tools or ())
         instructions = params.instructions
