@@ -100,6 +100,8 @@ class GenerateRequest(NamedTuple):
     """None: the prompt has none."""
     masked_ids: tuple[int, ...] = ()
     """Ids that the model may not sample: those of its vision tokens."""
+    known_version: int | None = None
+    """Weight version that the engine was last seen to have; None: not known."""
 
 
 class Output(NamedTuple):

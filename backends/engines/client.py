@@ -100,7 +100,9 @@ class EngineClient(HttpEngine):
         """Sample a response by `/generate`, as `api.Engine.sample` says."""
         url, pictures = self._generate_url, request.pictures
         n_prompt = None if pictures is None else len(request.input_ids)
-        reader = _StreamReader(url, on_output, n_prompt) if request.stream else None
+        reader = None
+        if request.stream:
+            reader = _StreamReader(url, on_output, n_prompt, request.known_version)
         more = b""
         if request.masked_ids:
             if await self._masks_by_itself():
@@ -566,14 +568,25 @@ def _read_whole(url: str, data: bytes, n_prompt: int | None = None) -> Output:
 class _StreamReader:
     """Server-sent events of `/generate` → outputs.
 
-    Of cumulative events that are here at once only the last is parsed, unless the engine's version
-    changed among them.
+    Of cumulative events that are here at once only the last is looked at, unless the engine's
+    version changed among them.
     """
 
-    def __init__(self, url: str, on_output: OnOutput, n_prompt: int | None = None) -> None:
-        """`n_prompt`: tokens of a prompt with pictures, which the engine makes itself."""
+    def __init__(
+        self,
+        url: str,
+        on_output: OnOutput,
+        n_prompt: int | None = None,
+        known_version: int | None = None,
+    ) -> None:
+        """
+        Args:
+            n_prompt: tokens of a prompt with pictures, which the engine makes itself.
+            known_version: see `GenerateRequest`.
+        """
         self.has_ended = False
         self._n_prompt = n_prompt
+        self._known_version = known_version
         self._url = url
         self._on_output = on_output
         self._rest = b""
@@ -590,37 +603,35 @@ class _StreamReader:
         if b"\r" in data:  # servers end lines in either way, and JSON has none within
             data = data.replace(b"\r", b"")
         # A line is an event, as JSON has no line end: to look for two takes ten times as long.
-        *lines, self._rest = data.split(b"\n")
-        events = [line for line in lines if line.startswith(b"data:")]
-        if events and events[-1][5:16].strip() == b"[DONE]":
-            events.pop()
-        if not events:
+        end = data.rfind(b"\n") + 1
+        self._rest = data[end:]
+        at = _last_event(data, end)
+        if at >= 0 and data[at + 5 : at + 16].strip() == b"[DONE]":
+            end, at = at, _last_event(data, at)
+        if at < 0:
             return False
-        if len(events) == 1 and self._version is not None:
-            return self._take(self._read(events[0]))
-        last = self._read(events[-1])
-        missed, is_first = events[:-1], self._version is None
+        line = _line(data, at)
+        last = self._read(line)
+        new = self._new_ids(last)
+        first_at = 0 if data.startswith(b"data:") else data.find(b"\ndata:") + 1
+        if first_at == at and self._version is not None:
+            return self._take(last, new)
+        is_first = self._version is None
         if self._version is None:
-            self._version = _version_field(events[0])
-        if not self._have_version(events, self._version):
-            self._version = _version_field(events[-1])
-        elif self._begins(last) <= self._n:
-            missed = missed[:is_first]  # what the engine has may differ from what it was known for
-        return any(self._take(event) for event in (*map(self._read, missed), last))
+            self._version = _version_field(_line(data, first_at))
+        if new is None or not _have_version(data, first_at, end, self._version):
+            self._version = _version_field(line)
+            lines = data[first_at:end].split(b"\n")
+            events = [self._read(line) for line in lines if line.startswith(b"data:")]
+        elif is_first and first_at < at and _version_number(last) != self._known_version:
+            # The first tokens may be of the version that it was known for.
+            events = [self._read(_line(data, first_at)), last]
+        else:
+            return self._take(last, new)
+        return any(self._take(event, self._new_ids(event)) for event in events)
 
-    @staticmethod
-    def _have_version(events: Sequence[bytes], version: bytes) -> bool:
-        """Return true if all events name this version."""
-        at = 0
-        for event in events:
-            # An event that holds all tokens so far names it behind the place of the one before.
-            if (found := event.find(version, at)) < 0 and (found := event.find(version)) < 0:
-                return False
-            at = found
-        return True
-
-    def _read(self, sent: bytes) -> _Event:
-        payload = memoryview(sent)[5:]  # behind `data:`
+    def _read(self, line: bytes) -> _Event:
+        payload = memoryview(line)[5:]  # behind `data:`
         try:
             event = _events.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
@@ -629,27 +640,28 @@ class _StreamReader:
             _check_error(self._url, event.error, event.meta_info)
         return event
 
-    def _begins(self, event: _Event) -> int:
-        """Position of the event's first id in the response: 0, unless the engine was started to
-        stream only what is new."""
+    def _new_ids(self, event: _Event) -> list[int] | None:
+        """Ids of an event that were not there before; None: it begins behind some that are missing,
+        as of an engine that was started to stream only what is new."""
         n = event.meta_info.completion_tokens or 0
-        return max(n - len(self._parsed(_ids, event.output_ids)), 0)
+        new = self._behind(_ids, bytes(event.output_ids), self._ids_json)
+        if new is not None and self._n + len(new) == n:
+            return new
+        ids = self._parsed(_ids, event.output_ids)
+        begins = max(n - len(ids), 0)
+        return None if begins > self._n else ids[self._n - begins :]
 
-    def _take(self, event: _Event) -> bool:
-        """Hand on what is new of an event; true: it is the last one."""
+    def _take(self, event: _Event, new: list[int] | None) -> bool:
+        """Hand on what is `new` of an event; true: it is the last one."""
         meta = event.meta_info
         if self._n_prompt is not None:
             _check_prompt(self._url, meta, self._n_prompt)
         ids_json = bytes(event.output_ids)
         entries_json = bytes(meta.output_token_logprobs)
-        new = self._behind(_ids, ids_json, self._ids_json)
-        if new is None or self._n + len(new) != meta.completion_tokens:
-            ids = self._parsed(_ids, event.output_ids)
-            begins = max((meta.completion_tokens or 0) - len(ids), 0)
-            if begins > self._n:
-                missing = begins - self._n
-                raise _nonsense(self._url, f"the engine's stream leaves out {missing} tokens")
-            new = ids[self._n - begins :]
+        if new is None:
+            begins = (meta.completion_tokens or 0) - len(self._parsed(_ids, ids_json))
+            missing = begins - self._n
+            raise _nonsense(self._url, f"the engine's stream leaves out {missing} tokens")
         n = self._n + len(new)
         entries = self._behind(_entries, entries_json, self._entries_json)
         if entries is None or len(entries) != len(new):
@@ -675,6 +687,34 @@ class _StreamReader:
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             field = "output_ids" if decoder is _ids else "output_token_logprobs"
             raise _shape_error(self._url, f"{field}: {e}", bytes(json)) from e
+
+
+def _last_event(data: bytes, end: int) -> int:
+    """Byte at which the last line of `data[:end]` begins that is an event; -1: there is none."""
+    if (before := data.rfind(b"\ndata:", 0, end)) >= 0:
+        return before + 1
+    return 0 if data.startswith(b"data:", 0, end) else -1
+
+
+def _line(data: bytes, at: int) -> bytes:
+    """The line that begins at this byte."""
+    return data[at : data.find(b"\n", at)]
+
+
+def _have_version(data: bytes, start: int, end: int, version: bytes) -> bool:
+    """Return true if every event of `data[start:end]` names this version. An event is a line and an
+    empty one; of other streams it is not known."""
+    codes = np.frombuffer(data, np.uint8, end - start, start)
+    n_ends = int(np.count_nonzero(codes == _LINE_END))
+    return bool(version) and 2 * data.count(version, start, end) == n_ends
+
+
+def _version_number(event: _Event) -> int | None:
+    """Weight version that an event names; None: it names none, or no number."""
+    try:
+        return _version_of(event.meta_info.weight_version)[0]
+    except (ValueError, TypeError):
+        return None
 
 
 def _output(url: str, ids: list[int], entries: list[_Entry], meta: _About, n: int) -> Output:
@@ -741,7 +781,8 @@ def _of_new(entries: list[T], new: Sequence[int], n: int) -> list[T]:
     return entries[len(entries) - len(new) :] if len(entries) in (len(new), n) else entries
 
 
-_VERSION_FIELD: Final = re.compile(rb'"weight_version"\s*:\s*(?:"[^"]*"|[^\s,}]+)')
+_LINE_END: Final = 0x0A
+_VERSION_FIELD: Final = re.compile(rb'"weight_version"\s*:\s*(?:"[^"]*"|[^\s,}"]+[\s,}])')
 """No text of a reply matches: its quotation marks are escaped."""
 
 

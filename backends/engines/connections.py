@@ -163,11 +163,13 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._idle, self._writes = idle, writes
         self._transport: Any = None
+        self._body: list[bytes] = []
+        self.on_body = self._body.append
+        """Called by the parser, for each chunk."""
         self._parser: Any = httptools.HttpResponseParser(self)
         self._answered: asyncio.Future[Response] | None = None
         self._on_data: OnData | None = None
         self._status = 0
-        self._body: list[bytes] = []
         self._is_complete = True
         self._ends_with_connection = True
         self.idle_since = 0.0
@@ -216,9 +218,6 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
 
     def on_message_complete(self) -> None:
         if self._is_complete:

@@ -178,7 +178,7 @@ class AnthropicMessages(Dialect):
         kind: type[MessagesParams] = MessagesParams,
     ) -> Parsed:
         """`kind`: `CountParams` for `POST /v1/messages/count_tokens`."""
-        params = known.read(kind, body, self.list_name)
+        params, items = known.read(kind, body, self.list_name)
         ignored = params.told()
         read: ReadTools = known.tools or ReadTools.of(params.tools or [])
         tools = read.tools
@@ -188,7 +188,7 @@ class AnthropicMessages(Dialect):
             name = str(choice.name) if choice.type == "tool" else ""
             forced_tool = must_call(tools, name, "tool_choice")
         system = [] if params.system in (None, []) else [_system(params.system, "system")]
-        messages, prefill = _messages(params.messages, known)
+        messages, prefill = _messages(items, known)
         if prefill and forced_tool is not None:
             raise RequestError(
                 "tool_choice asks for a tool call, but the last message begins the reply; "

@@ -81,19 +81,18 @@ class Known:
     pictures: RequestPictures | None = None
     """Pictures that were taken out of the body; None: none were."""
 
-    def read(self, kind: type[P], body: Mapping[str, Any], list_name: str) -> P:
-        """The fields of a body, checked; of one whose other fields are known, with its own list.
+    def read(self, kind: type[P], body: Mapping[str, Any], list_name: str) -> tuple[P, Any]:
+        """The fields of a body, checked, and its list; the other fields may be known.
 
         Raises:
             RequestError: names the first field that is wrong.
         """
         if self.params is not None:
-            known: P = self.params.model_copy(update={list_name: body[list_name]})
-            return known
+            return self.params, body[list_name]
         params = kind.read(body)
         if self.cuts is not None:
             self.params = params
-        return params
+        return params, getattr(params, list_name)
 
     def place(self, i: int) -> int:
         """The place of the body's item `i` in the list of the whole request."""

@@ -279,7 +279,7 @@ class Gemini(Dialect):
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
     ) -> Parsed:
-        return self._parsed(known.read(GenerateParams, body, self.list_name), known)
+        return self._parsed(*known.read(GenerateParams, body, self.list_name), known)
 
     def parse_count(self, body: dict[str, Any], known: Known = NOTHING) -> Parsed:
         """Read a body of `POST …:countTokens`: contents, or all that a call would send.
@@ -291,14 +291,16 @@ class Gemini(Dialect):
         if (whole := params.generate_content_request) is None:
             if not params.contents:
                 raise wrong("contents", params.contents, "send at least one content")
-            return self._parsed(params, known)
+            return self._parsed(params, params.contents, known)
         if params.contents:
             raise RequestError(
                 "contents and generateContentRequest are both there; send one", "contents"
             )
         return self.parse(whole, None, known)
 
-    def _parsed(self, params: GenerateParams, known: Known = NOTHING) -> Parsed:
+    def _parsed(
+        self, params: GenerateParams, contents: list[Any], known: Known = NOTHING
+    ) -> Parsed:
         config, ignored = params.generation_config, params.told()
         if config.logprobs and not config.response_logprobs:
             where = "generationConfig.logprobs"
@@ -324,7 +326,7 @@ class Gemini(Dialect):
         template_args = effort_args(effort, self._chat_template, where, ignored)
         if thinking.thinking_budget == 0:
             template_args = {**template_args, "enable_thinking": False}
-        conversation = Conversation.read(params.system_instruction, params.contents, known)
+        conversation = Conversation.read(params.system_instruction, contents, known)
         call = ChatRequest(
             messages=conversation.messages,
             tools=tools or None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
@@ -79,6 +79,10 @@ LEAST_LOGPROB = -9999.0
 """JSON knows no infinity."""
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "stream")
+_sampling_of = attrgetter(*_SAMPLING)
+
+
 class StreamOptions(Params):
     include_usage: bool = False
     include_obfuscation: Any = None
@@ -139,8 +143,7 @@ class CompletionParams(Params):
 
     def sampling(self) -> dict[str, Any]:
         """Fields that a `ChatRequest` has under the same names."""
-        same = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed")
-        found = {name: getattr(self, name) for name in (*same, "stream")}
+        found = dict(zip(_SAMPLING, _sampling_of(self), strict=True))
         if self.regex is not None:
             found |= {"constraint": ("regex", self.regex), "constraint_field": "regex"}
         return found
@@ -231,7 +234,7 @@ class OpenAIChat(Dialect):
     def parse(
         self, body: dict[str, Any], reader: Principal | None = None, known: Known = NOTHING
     ) -> Parsed:
-        params = known.read(ChatParams, body, self.list_name)
+        params, items = known.read(ChatParams, body, self.list_name)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
@@ -255,7 +258,7 @@ class OpenAIChat(Dialect):
         if (effort := params.reasoning_effort) is not None:
             told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
             template_args = told | template_args
-        messages = [_message(m, known.place(i), known) for i, m in enumerate(params.messages)]
+        messages = [_message(m, known.place(i), known) for i, m in enumerate(items)]
         prefill = ""
         if params.continue_final_message or params.add_generation_prompt is not None:
             prefill = _continued(messages, params, known, forced_tool)

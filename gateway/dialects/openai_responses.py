@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
@@ -102,6 +103,7 @@ _ECHOED = (
 )
 """Fields of a request that its answer repeats, in OpenAI's order; then those that Open Responses
 wants in every answer."""
+_echoed = attrgetter(*_ECHOED)
 Summary = Literal["auto", "concise", "detailed"]
 STORED_CHARS = 2**28
 """Default of `gateway.stored_response_chars`."""
@@ -200,12 +202,14 @@ class ResponsesParams(Params):
         told = [] if self.context_management is None else ["context_management"]
         return [*told, "truncation=auto"] if self.truncation == "auto" else told
 
-    def items(self) -> list[Item]:
-        if isinstance(self.input, str):
-            return [{"type": "message", "role": "user", "content": self.input}]
-        if not isinstance(self.input, list | None):
-            raise wrong("input", self.input, "send text or a list of items")
-        return self.input or []
+
+def _items(sent: Any) -> list[Item]:
+    """Items of an `input`."""
+    if isinstance(sent, str):
+        return [{"type": "message", "role": "user", "content": sent}]
+    if not isinstance(sent, list | None):
+        raise wrong("input", sent, "send text or a list of items")
+    return sent or []
 
 
 class OpenAIResponses(Dialect):
@@ -231,8 +235,8 @@ class OpenAIResponses(Dialect):
         Raises:
             PreviousResponseError, UnknownItemError: what is referred to is not stored.
         """
-        params = known.read(ResponsesParams, body, self.list_name)
-        ignored, items = params.told(), params.items()
+        params, sent = known.read(ResponsesParams, body, self.list_name)
+        ignored, items = params.told(), _items(sent)
         previous = self._previous(params.previous_response_id, reader)
         toolbox: Toolbox = known.tools or Toolbox.read(params.tools or ())
         instructions = params.instructions
@@ -287,7 +291,7 @@ class OpenAIResponses(Dialect):
             "tool_choice": params.tool_choice or "auto",
             "tools": toolbox.echo,
         }
-        echo = {name: changed.get(name, getattr(params, name)) for name in _ECHOED}
+        echo = dict(zip(_ECHOED, _echoed(params), strict=True)) | changed
         options = Options(
             echo,
             toolbox,

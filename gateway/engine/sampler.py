@@ -201,17 +201,6 @@ class Sampler:
             if whole is not None and whole.ids:
                 ids, pieces = np.concatenate((prompt_ids, np.asarray(whole.ids, np.int32))), ()
                 most -= len(whole.ids)
-            request = GenerateRequest(
-                f"{random.getrandbits(128):032x}",
-                ids,
-                sampling,
-                most,
-                on_tokens is not None,
-                self._wiring.lora_path,
-                pieces,
-                pictures,
-                self._masked_ids,
-            )
             part = Part(most, self._vocabulary, self._masked)
             try:
                 if (now := loop.time()) >= deadline:
@@ -220,6 +209,18 @@ class Sampler:
                 if engine is None:
                     raise LostError(self._fleet.why_none())
                 tried.add(engine)
+                request = GenerateRequest(
+                    f"{random.getrandbits(128):032x}",
+                    ids,
+                    sampling,
+                    most,
+                    on_tokens is not None,
+                    self._wiring.lora_path,
+                    pieces,
+                    pictures,
+                    self._masked_ids,
+                    engine.version,
+                )
                 await self._send(engine, request, part, on_tokens, deadline)
             except LostError as e:
                 if not isinstance(e, BusyError):

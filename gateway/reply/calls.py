@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -55,7 +55,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall | None:
         (name + text).encode()
     except _UNREADABLE:  # 1e999 is no JSON number, and half a surrogate pair cannot be sent on
         return None
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, text)
+    return ToolCall(f"call_{random.getrandbits(96):024x}", name, text)
 
 
 def parse_call(body: str, *, bare: bool = False) -> ToolCall | None:

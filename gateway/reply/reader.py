@@ -178,12 +178,7 @@ class ReplyText:
             ids: all of it, of an answer that nobody follows: they are read in one piece.
         """
         deltas: list[Delta] = []
-        if ids and ids[-1] in self._hidden:  # mostly the only one
-            ids = ids[:-1]
-        if self._hidden.isdisjoint(ids):
-            self._ids += ids
-        else:
-            self._ids += [i for i in ids if i not in self._hidden]
+        self._ids += self._shown(ids)
         if self._stream is None and self._stop is None and self._parser is None:
             text = self._tokenizer.decode(self._ids)
             self.has_reasoning, self.content = THINK_CLOSE in text, self.content + text
@@ -209,16 +204,21 @@ class ReplyText:
         low, high = 0, len(ids)
         while low + 1 < high:
             middle = (low + high) // 2
-            shown = [i for i in ids[:middle] if i not in self._hidden]
-            text = self._tokenizer.decode(shown)
+            text = self._tokenizer.decode(self._shown(ids[:middle]))
             if any(s in text for s in self._stops):
                 high = middle
             else:
                 low = middle
         return high
 
+    def _shown(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids that are not hidden."""
+        if ids and ids[-1] in self._hidden:  # mostly the only one
+            ids = ids[:-1]
+        return ids if self._hidden.isdisjoint(ids) else [i for i in ids if i not in self._hidden]
+
     def _feed(self, ids: Sequence[int]) -> list[Delta]:
-        shown = [i for i in ids if i not in self._hidden]
+        shown = self._shown(ids)
         self._ids += shown
         if self._stream is None:
             self._stream = self._tokenizer.stream()

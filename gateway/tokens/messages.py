@@ -329,8 +329,10 @@ class Keys:
         rest = messages
         keys = [root]
         if type(messages) is KnownMessages:  # of a class with ABCMeta isinstance runs Python
-            prefix = messages.prefix
-            if Keys(root, messages.begin).prompt == prefix.begin:
+            prefix, begin = messages.prefix, root
+            for message in messages.begin:
+                begin = extend_key(begin, message)
+            if begin == prefix.begin:
                 self._n_before, rest, keys = prefix.n_messages, messages.new, [prefix.key]
         self._rest = [*rest]
         if (

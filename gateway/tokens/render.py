@@ -32,7 +32,7 @@ from stepwell.gateway.config import Thinking
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
-from stepwell.gateway.tokens.graph import BranchCause, Turn
+from stepwell.gateway.tokens.graph import BranchCause, ToolCalls, Turn
 from stepwell.gateway.tokens.messages import (
     Key,
     Message,
@@ -139,8 +139,9 @@ class ChatRenderer:
         # What templates do to a message depends on what they find in it.
         looked_for = sorted((*tokenizer.template.looks_for(), *tokenizer.special), key=len)
         self._looked_for = re.compile("|".join(map(re.escape, looked_for)) or "(?!)")
-        self._around: dict[Key, tuple[str, ...] | None] = {}
-        """By root and system message; None: not found yet."""
+        self._around: dict[tuple[Key, str, int], tuple[str, ...] | None] = {}
+        """Texts around a plain message, by the key of root and system message, and name and length
+        of the id of the call that it answers; None: not found yet."""
         self._system_anywhere = True
         self._close = self._find_close()
         self._tool_close = self._find_tool_close(self._close)
@@ -197,12 +198,12 @@ class ChatRenderer:
             RequestError: the chat template refuses the conversation.
             ContextLengthError: the new ones certainly have more tokens than `context`.
         """
-        calls = [ToolCall(*call).entry() for call in turn.calls] if turn.calls else []
-        close = self._tool_close if calls else self._close
+        close = self._tool_close if turn.calls else self._close
         if close is None:
             raise CutError("no_turn_close")
         system = system_of(known)
-        text = None if calls else self._plain(system, new, tools, template_args, key)
+        text = self._plain(turn.calls, system, new, tools, template_args, key)
+        calls = _entries(turn.calls) if text is None or self._thinking == "template" else []
         before = [*system, _USER]
         if text is None:
             text = self._behind_nonce([*before, self._stub(calls), *new], tools, template_args)
@@ -266,52 +267,74 @@ class ChatRenderer:
 
     def _plain(
         self,
+        calls: ToolCalls,
         system: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
         key: Key | None,
     ) -> str | None:
-        """`_behind_nonce` of a turn without calls that one user's message follows, in which the
-        template looks for nothing: what stands around it is known from other messages. None: it is
-        to be rendered."""
-        if len(new) != 1 or len(new[0]) != len(_USER) or new[0]["role"] != "user":
+        """`_behind_nonce` of a turn that one message follows, in which the template looks for
+        nothing: what stands around it is known from other messages. The turn has no calls and the
+        message is a user's, or it has one call and the message is the tool's. None: it is to be
+        rendered."""
+        if len(new) != 1:
             return None
-        content: str = new[0]["content"]
+        (message,), name, call_id = new, "", ""
+        if calls:
+            _, name, _ = calls[0]
+            call_id = message.get("tool_call_id") or ""
+            if len(calls) > 1 or call_id != calls[0][0] or call_id == call_id[::-1]:
+                return None
+        if len(message) != (3 if calls else 2) or message["role"] != ("tool" if calls else "user"):
+            return None
+        content: str = message["content"]
         if type(content) is not str or not content or content.isspace():
             return None
         if self._looked_for.search(content) is not None:
             return None
         if key is None:
             key = root_key(tools, template_args)
-            for message in system:
-                key = extend_key(key, message)
-        around = self._around.get(key, _UNSEEN)
+            for each in system:
+                key = extend_key(key, each)
+        place = key, name, len(call_id)
+        around = self._around.get(place, _UNSEEN)
         if around is _UNSEEN:  # to find it costs some renderings: the first one tells nothing
             if len(self._around) >= MAX_AROUND:
                 self._around.clear()
-            self._around[key] = None
+            self._around[place] = None
             return None
         if around is None:
-            around = self._find_around([*system, _USER], tools, template_args)
-            self._around[key] = around
+            before = [*system, _USER]
+            around = self._find_around(before, _entries(calls), message, tools, template_args)
+            self._around[place] = around
         return content.join(around) if around else None
 
     def _find_around(
         self,
         before: Sequence[Message],
+        calls: Sequence[Mapping[str, Any]],
+        message: Message,
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
     ) -> tuple[str, ...]:
-        """Texts before and behind a user's message; empty: they depend on the message."""
+        """Texts before and behind a message like this; empty: they depend on what it says, or on
+        the id of its call."""
 
-        def rendered(content: str) -> str:
-            messages = [*before, self._stub(), {**_USER, "content": content}]
+        def rendered(content: str, *, reverse_id: bool = False) -> str:
+            asked, answer = calls, {**message, "content": content}
+            if reverse_id:
+                asked = [{**call, "id": call["id"][::-1]} for call in calls]
+                answer["tool_call_id"] = message["tool_call_id"][::-1]
+            messages = [*before, self._stub(asked), answer]
             return self._behind_nonce(messages, tools, template_args)
 
         try:
             around = tuple(rendered(self._thought).split(self._thought))
             is_same = all(rendered(probe) == probe.join(around) for probe in _PROBES)
+            if calls:
+                said = self._thought.join(around)
+                is_same = is_same and rendered(self._thought, reverse_id=True) == said
         except (CutError, RequestError):
             return ()
         return around if is_same and len(around) == 2 else ()
@@ -404,6 +427,11 @@ class ChatRenderer:
             return ""
         _, found, tail = text.rpartition(self._nonce)
         return tail if found else ""
+
+
+def _entries(calls: ToolCalls) -> list[dict[str, Any]]:
+    """Calls as entries of a message."""
+    return [ToolCall(*call).entry() for call in calls]
 
 
 def _example_tool(name: str, key: str) -> Tool:

@@ -306,7 +306,8 @@ def described(step: Step, names: dict[str, str]) -> Any:
 async def digest(n_calls: int, seed: int, path: str | None = None) -> tuple[str, int]:
     numbers = iter(range(1 << 40))
     # Ids of tool calls stand in later requests, and so in digests of these.
-    calls.uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032x}"[::-1]))  # type: ignore[assignment]
+    made = (int(f"{n:032x}"[::-1][:24], 16) for n in numbers)
+    calls.random = SimpleNamespace(getrandbits=lambda _: next(made))  # type: ignore[assignment]
     tokenizer = make_tokenizer("chatml")
     end = eos_id(tokenizer)
     engine = ScriptedEngine(default=lambda _: Sampled([end]), burst=3)

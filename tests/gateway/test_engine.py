@@ -47,6 +47,8 @@ class Rig:
         self, *, affinity: str = "t", n: int = 50, stream: bool = False, **sampling: Any
     ) -> Generation:
         self.seen: list[int] = []
+        self.seen_at_once: list[int] = []
+        """Numbers of ids that came together."""
         self.seen_log_probs: list[float] = []
         self.seen_tops: list[TopLogProbs] = []
 
@@ -57,6 +59,7 @@ class Rig:
             version: int | None,
         ) -> None:
             self.seen += ids
+            self.seen_at_once.append(len(ids))
             self.seen_log_probs += log_probs
             self.seen_tops += tops
 
@@ -237,6 +240,20 @@ async def test_without_spans_tokens_are_of_the_version_that_events_name_around_t
     # The third token came with the first event of 2, so 1 may have sampled it.
     assert [(s.version, s.start, s.end) for s in got.spans] == [(1, 0, 3), (2, 3, 5), (3, 5, 6)]
     assert got.policy_version == 1
+
+
+async def test_events_that_are_here_at_once_are_read_as_one(rigs: Any) -> None:
+    rig = await rigs(tuning=replace(FAST, engine_health_interval_s=60.0))
+    machine, ids = rig.machines[0], [7, 8, 9, 10, 11, 12]
+    await rig.generate()  # what it has, 1, is known
+    machine.drops_spans, machine.events_per_write = True, len(ids)
+    machine.script = [Sampled(ids, version="1"), Sampled(ids, version="2")]
+    check_whole(await rig.generate(stream=True), ids)
+    assert rig.seen_at_once == [6]
+    got = await rig.generate(stream=True)
+    check_whole(got, ids)
+    assert rig.seen_at_once == [1, 5]  # 1 may have sampled what the first event of 2 brought
+    assert [(s.version, s.start, s.end) for s in got.spans] == [(1, 0, 1), (2, 1, 6)]
 
 
 async def test_a_change_back_and_forth_between_two_reads_is_not_missed(rigs: Any) -> None:

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.gateway.errors import RequestError
+from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.tokens.graph import TurnGraph, join
 from stepwell.gateway.tokens.messages import Keys, root_key
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
+from stepwell.gateway.tokens.template import ChatTemplate
 from tests.gateway.conftest import add_turn, make_template
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
@@ -167,7 +169,7 @@ def test_a_template_that_renders_the_turn_otherwise_is_not_cut(
 ) -> None:
     tokenizer = tokenizer_of("chatml")
     renderer = ChatRenderer(tokenizer)
-    turn = _first_turn(renderer)
+    turn = _first_turn()
     plain = tokenizer.template
     try:
         shown = "{{- m.content + (' (old)' if not loop.last else '') }}"
@@ -188,7 +190,7 @@ def test_a_template_without_turn_close_is_never_cut(tokenizer_of: Callable[[str]
     renderer = ChatRenderer(tokenizer_of("unclosed"))
     assert renderer.turn_close_id is None
     with pytest.raises(CutError, match="no_turn_close"):
-        renderer.suffix(_first_turn(renderer), [], [{"role": "user", "content": "n"}], None, {})
+        renderer.suffix(_first_turn(), [], [{"role": "user", "content": "n"}], None, {})
 
 
 def test_what_a_template_refuses_is_the_request_at_fault(
@@ -216,17 +218,22 @@ def test_user_text_round_trips_without_control_tokens(tokenizer: Any) -> None:
     check()
 
 
-def _first_turn(renderer: ChatRenderer) -> Any:
+def _first_turn(calls: Any = ()) -> Any:
     graph, root = TurnGraph(), root_key(None, {})
+    entries = [ToolCall(*call).entry() for call in calls]
     return add_turn(
         graph,
         root,
         [{"role": "user", "content": "q"}],
-        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "a", "tool_calls": entries},
         new_prompt_ids=[1],
         response_ids=[2],
         step_index=0,
     )
+
+
+PIECES = ["a", " ", "\n", "\t", "\r", "é😀", "{}", "[", "0", ".", "\\", "user", "system"]
+PIECES += ["<think>", "</think>", "<tool_response>", "</tool_response>", "<|im_", "end|>"]
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "no_tools", "deepseek"])
@@ -236,10 +243,8 @@ def test_a_plain_message_is_put_where_the_template_puts_it(
     tokenizer = tokenizer_of(family)
     renderer, rendered = ChatRenderer(tokenizer), ChatRenderer(tokenizer)
     monkeypatch.setattr(rendered, "_plain", lambda *given: None)
-    turn, rng = _first_turn(renderer), random.Random(0)
-    pieces = ["a", " ", "\n", "\t", "\r", "é😀", "{}", "[", "0", ".", "\\", "user", "system"]
-    pieces += ["<think>", "</think>", "<tool_response>", "</tool_response>", "<|im_", "end|>"]
-    pieces += tokenizer.special
+    turn, rng = _first_turn(), random.Random(0)
+    pieces = [*PIECES, *tokenizer.special]
     systems = [[], *([{"role": "system", "content": text}] for text in ("be kind", "be brief"))]
     for _ in range(1500):
         content = "".join(rng.choices(pieces, k=rng.randint(0, 8)))
@@ -248,6 +253,38 @@ def test_a_plain_message_is_put_where_the_template_puts_it(
         asked = turn, known, [{"role": "user", "content": content}], tools, {}
         assert _suffix(renderer, *asked) == _suffix(rendered, *asked), content
     assert any(renderer._around.values()) is (family != "llama3")  # Llama's strips messages
+
+
+SHOWS_IDS = (
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- for call in m.tool_calls or [] %}{{ call.function | tojson + call.id }}{%- endfor %}"
+    "{{- m.tool_call_id or '' }}{{ m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "deepseek", "shows_ids"])
+def test_a_plain_result_of_a_tool_is_put_where_the_template_puts_it(
+    family: str, tokenizer_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tokenizer_of("chatml" if family == "shows_ids" else family)
+    if family == "shows_ids":
+        monkeypatch.setattr(tokenizer, "template", ChatTemplate(SHOWS_IDS, {}))
+    renderer, rendered = ChatRenderer(tokenizer), ChatRenderer(tokenizer)
+    monkeypatch.setattr(rendered, "_plain", lambda *given: None)
+    rng, pieces = random.Random(0), [*PIECES, *tokenizer.special]
+    ids = ["call_01", "call_92", "call_333", "c", ""]
+    for _ in range(1500):
+        calls = [(rng.choice(ids), rng.choice("fg"), "{}") for _ in range(rng.choice([1, 1, 1, 2]))]
+        content = "".join(rng.choices(pieces, k=rng.randint(0, 8)))
+        result = {"role": "tool", "content": content, "tool_call_id": rng.choice(ids)}
+        if rng.random() < 0.7:
+            result["tool_call_id"] = calls[0][0]
+        known = rng.choice([[], [{"role": "system", "content": "be kind"}]])
+        new = [result, *([{"role": "user", "content": "?"}] * (rng.random() < 0.1))]
+        asked = _first_turn(tuple(calls)), known, new, TOOLS, {}
+        assert _suffix(renderer, *asked) == _suffix(rendered, *asked), (calls, new)
+    assert any(renderer._around.values()) is (family not in ("deepseek", "shows_ids"))
 
 
 def _suffix(renderer: ChatRenderer, *given: Any) -> list[int] | str:
