@@ -2,7 +2,7 @@
 transformers and Ray: to import them takes each five seconds of CPU, as long as what it then does.
 
 They get a session of their own, as from `Popen(start_new_session=True)`; what they print is in a
-file. `python -m stepwell` itself starts in `tests/wheel` and in the tests that are marked `long`.
+file. Tests that are marked `long`, that of the wheel among them, start the command as users do.
 """
 
 from __future__ import annotations
