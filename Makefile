@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Engine and trainer share few cores: a spinning thread pool each makes both several times slower.
 export OMP_NUM_THREADS ?= 1
+# A shell that forbids .pyc files has every process of the tests compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo demo-more test check format smollm2 bench fuzz test-verl test-slime test-trl install-sglang test-sglang record-sglang install-vllm test-vllm record-vllm clean
 help:

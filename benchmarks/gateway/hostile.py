@@ -37,8 +37,14 @@ GEMINI = "/t/p/v1beta/models/m:generateContent"
 REPLY = {"max_tokens": 9, "messages": USER}
 
 
+@functools.cache
+def keys(n: int) -> tuple[str, ...]:
+    """Names of `n` fields that nothing knows."""
+    return tuple(f"k{i}" for i in range(n))
+
+
 def unknown(n: int) -> dict[str, Any]:
-    return {f"k{i}": 1 for i in range(n)}
+    return dict.fromkeys(keys(n), 1)
 
 
 @functools.cache
@@ -48,7 +54,7 @@ def many_unknown() -> bytes:
 
 
 def schema(n: int) -> dict[str, Any]:
-    return {"type": "object", "properties": {f"k{i}": {} for i in range(n)}}
+    return {"type": "object", "properties": {key: {} for key in keys(n)}}
 
 
 def nested(n: int, begin: str = "[", end: str = "]") -> bytes:

@@ -28,6 +28,8 @@ from stepwell.gateway.tokens.messages import Message, Tool, ToolPart, Tools
 
 MAX_TEXTS = 4
 """Ways of writing the JSON of a tool that are kept."""
+MAX_TEMPLATES = 8
+"""Templates that a process keeps compiled."""
 _NAMES = frozenset(("system", "developer", "user", "assistant", "tool", "role", "content", "type"))
 
 
@@ -51,8 +53,8 @@ class ChatTemplate:
         self._sources = tuple(named.values())
         self.special_tokens = dict(special_tokens)
         try:
-            self._default = _ENVIRONMENT.from_string(named["default"])
-            self._with_tools = _ENVIRONMENT.from_string(named.get("tool_use", named["default"]))
+            self._default = _compiled(named["default"])
+            self._with_tools = _compiled(named.get("tool_use", named["default"]))
         except jinja2.TemplateSyntaxError as e:
             raise GatewayConfigError(
                 f"gateway.tokenizer_path holds a chat template that is none ({e}, line {e.lineno})"
@@ -61,13 +63,7 @@ class ChatTemplate:
     def looks_for(self) -> frozenset[str]:
         """Texts that the template may look for in a message: what it compares and gives to methods,
         but for white space and names of roles and fields."""
-        found: set[str] = set()
-        for source in self._sources:
-            for node in _ENVIRONMENT.parse(source).find_all((Compare, Call, Filter, Test)):
-                found.update(
-                    const.value for const in node.find_all(Const) if isinstance(const.value, str)
-                )
-        return frozenset(text for text in found - _NAMES if text.strip())
+        return frozenset().union(*map(_looked_for, self._sources))
 
     def render(
         self,
@@ -90,6 +86,22 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
             **{"documents": None, **self.special_tokens, **variables},
         )
+
+
+@lru_cache(MAX_TEMPLATES)
+def _compiled(source: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(source)
+
+
+@lru_cache(MAX_TEMPLATES)
+def _looked_for(source: str) -> frozenset[str]:
+    found = {
+        const.value
+        for node in _ENVIRONMENT.parse(source).find_all((Compare, Call, Filter, Test))
+        for const in node.find_all(Const)
+        if isinstance(const.value, str)
+    }
+    return frozenset(text for text in found - _NAMES if text.strip())
 
 
 def _shown(message: Message) -> Message:

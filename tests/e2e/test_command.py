@@ -26,6 +26,7 @@ from stepwell.datapool.files.trained import read_trained, trained_steps
 from stepwell.trainer.ledger import LEDGER, audit
 from stepwell.trainer.metrics import read_metrics
 from tests.documented_metrics import documented, undocumented, unseen
+from tests.e2e.commands import start
 from tests.e2e.conftest import ROOT, SMALL
 
 pytestmark = pytest.mark.e2e
@@ -66,7 +67,8 @@ class Interrupted:
     """A run that a signal ended after its first optimizer step, or soon after it."""
 
     folder: Path
-    status: int
+    status: int | None
+    """None: it had not ended two minutes after the signal."""
     output: str
     children: list[psutil.Process]
     """Its processes while it trained."""
@@ -75,36 +77,27 @@ class Interrupted:
 
 
 def interrupt(folder: Path, number: signal.Signals, *overrides: str) -> Interrupted:
-    process = subprocess.Popen(
-        command(folder, "trainer.total_steps=1000", *overrides),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    output = ""
+    log = folder.with_suffix(".txt")
+    argv = command(folder, "trainer.total_steps=1000", *overrides)
+    process = start(*argv[argv.index("stepwell") + 1 :], log=log)
     try:
-        for line in process.stdout:
-            output += line
-            if "step    1" in line:
-                break
-        else:
-            pytest.fail(f"training never started:\n{output}")
+        while "step    1" not in log.read_text():
+            if not process.is_alive():
+                pytest.fail(f"training never started:\n{log.read_text()}")
+            time.sleep(0.1)
         children = psutil.Process(process.pid).children(recursive=True)
         if number == signal.SIGINT:
             # To the whole foreground group, as a terminal does.
             os.killpg(process.pid, number)
         else:
-            process.send_signal(number)
-        output += process.communicate(timeout=120)[0]
+            os.kill(process.pid, number)
+        process.join(120)
+        status = process.exitcode
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.join()
     step = records_of(folder)[-1]["step"]
-    return Interrupted(folder, process.returncode, output, children, step)
+    return Interrupted(folder, status, log.read_text(), children, step)
 
 
 def recorded(folder: Path) -> str:

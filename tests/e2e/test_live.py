@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from stepwell.trainer.ledger import LEDGER, audit
 from stepwell.trainer.metrics import read_metrics
 from stepwell.trainer.validation import ENOUGH
 from tests.builders import until
-from tests.e2e.conftest import ROOT
+from tests.e2e.commands import start
 from tests.e2e.test_try import harness
 
 pytestmark = pytest.mark.e2e
@@ -52,25 +52,14 @@ SMALL = (
 )
 
 
-def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "stepwell", *arguments],
-            cwd=ROOT,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
 @asynccontextmanager
-async def command(*arguments: str, log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def command(*arguments: str, log: Path) -> AsyncIterator[ForkServerProcess]:
     process = start(*arguments, log=log)
     try:
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def said(log: Path) -> str:
@@ -78,14 +67,14 @@ def said(log: Path) -> str:
 
 
 async def while_it_runs(
-    process: subprocess.Popen[bytes], log: Path, happened: Callable[[], bool]
+    process: ForkServerProcess, log: Path, happened: Callable[[], bool]
 ) -> None:
     """Wait for what happens before the process ends, or as it ends."""
 
     def has_happened() -> bool:
         if happened():
             return True
-        assert process.poll() is None, said(log)
+        assert process.is_alive(), said(log)
         return False
 
     await until(has_happened, LIMIT_S)
@@ -137,7 +126,7 @@ def steps_of(folder: Path) -> list[int]:
 class Served:
     """A run that `stepwell serve` serves."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkServerProcess
     folder: Path
     log: Path
 
@@ -152,11 +141,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         asyncio.run(while_it_runs(process, log, lambda: "Ctrl-C" in said(log)))
         yield Served(process, folder, log)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S) == 130, said(log)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(LIMIT_S)
+        assert process.exitcode == 130, said(log)
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(
@@ -184,7 +174,7 @@ async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(
         urls = live_run(folder).engines.urls  # type: ignore[union-attr]  # it is up
         async with EngineClient(urls[0]) as engine:
             await engine.pause("retract")  # as if it had begun to publish
-        trainer.send_signal(signal.SIGKILL)
+        trainer.kill()
     killed_after, answers = max(steps_of(folder)), service.answers
     await while_it_runs(served.process, served.log, lambda: service.answers > answers + 2 * AGENTS)
 
@@ -192,8 +182,8 @@ async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(
     total = killed_after + 3
     again = ("train", "--attach", str(folder), f"trainer.total_steps={total}")
     async with command(*again, log=log) as trainer:
-        await while_it_runs(served.process, served.log, lambda: trainer.poll() is not None)
-        assert trainer.returncode == 0, log.read_text()
+        await while_it_runs(served.process, served.log, lambda: not trainer.is_alive())
+        assert trainer.exitcode == 0, log.read_text()
     assert "resumed at optimizer step" in log.read_text()
 
     answers = service.answers

@@ -394,19 +394,21 @@ async def _wrong(
             return status
 
         tries = [(who, key, target.names, expected(who)) for who, key in foreign.items()]
-        tries += [
+        guesses = [
             (who, key, guessed(int(n), who), guess(who))
             for who, key in {**agents, "admin": ADMIN, **bound}.items()
             if who != "admin" or row.admin is not None
         ]
+        tries += sorted(guesses, key=lambda each: each[3] < 400)  # those that write come last
         tries += [(who, key, target.names, expected(who)) for who, key in mine.items()]
         for who, key, names, status in tries:
             if status is None:
                 continue
             is_theirs = names is target.names
             # To list all costs most: it is done where something was written since, and only
-            # around a call that may not write.
-            is_watched = status >= 400 or who in foreign
+            # around a call that may not write, or not to what is a's.
+            is_foreign = is_theirs and who in foreign and who != "sibling"
+            is_watched = status >= 400 or is_foreign
             if is_watched and (now := journalled(folder)) != written:
                 written, before = now, await everything(pool)
             asked_before = len(world.engine.requests)
@@ -422,10 +424,11 @@ async def _wrong(
                 wrong.append(f"{case}: {got}, but the pool changed")
             if got >= 400 and len(world.engine.requests) > asked_before:
                 wrong.append(f"{case}: {got}, but the engine was asked")
-            if who in foreign:
+            if is_foreign:
                 of_a = {k: v for k, v in before.items() if v.metadata.get(OWNER) == "a"}
-                if who != "sibling" and is_theirs and any(after.get(k) != of_a[k] for k in of_a):
+                if any(after.get(k) != of_a[k] for k in of_a):
                     wrong.append(f"{case}: changed what is a's")
+            if who in foreign:
                 if got == 403 and is_theirs and who in "bcd" and row.words not in text:
                     wrong.append(f"{case}: {text}")
                 if got >= 400 and ("fine" in text or "sw." in text):
