@@ -68,11 +68,13 @@ FAILED = "failed: "
 
 
 def one_turn(files: list[Path], lanes: int) -> list[str]:
-    """What the lanes print, once all are through."""
+    """Lines that the lanes print, once all are through."""
     command = [sys.executable, "-m", "tests.luck", "--times", "1"]
     running = [
-        subprocess.Popen([*command, *map(str, files[i::lanes])], cwd=ROOT, stdout=-1, text=True)
-        for i in range(lanes)
+        subprocess.Popen(
+            [*command, *map(str, of_lane)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for of_lane in (files[i::lanes] for i in range(lanes))
     ]
     return [line for lane in running for line in lane.communicate()[0].splitlines(keepends=True)]
 
