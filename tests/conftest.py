@@ -20,6 +20,8 @@ import ray
 from hypothesis import HealthCheck, settings
 from ray.cluster_utils import Cluster
 
+from tests.helpers import ray_nodes
+
 gc.disable()  # until all tests are imported
 
 settings.register_profile(
@@ -71,10 +73,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def _shared_ray() -> Iterator[Cluster]:
-    without = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-    ray_of_the_tests = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **without})
-    yield ray_of_the_tests
-    ray_of_the_tests.shutdown()
+    with ray_nodes({"num_cpus": 2}) as ray_of_the_tests:
+        yield ray_of_the_tests
 
 
 @pytest.fixture(scope="module")

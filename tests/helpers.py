@@ -6,13 +6,15 @@ import asyncio
 import gc
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
+import ray
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from ray.cluster_utils import Cluster
 
 T = TypeVar("T")
 
@@ -39,6 +41,23 @@ def reserved_port() -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
     return held
+
+
+@contextmanager
+def ray_nodes(head: Mapping[str, Any], *others: Mapping[str, Any]) -> Iterator[Cluster]:
+    """A Ray of these nodes, given by options of `Cluster.add_node`, with no process that a test
+    does not ask for: no dashboard, no monitors, no workers that wait for work. This process leaves
+    it before it ends."""
+    without = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+    started = {"_system_config": {"prestart_worker_first_driver": False}}
+    cluster = Cluster(initialize_head=True, head_node_args={**head, **without, **started})
+    try:
+        for node in others:
+            cluster.add_node(**node, include_log_monitor=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def actor_processes(name: str) -> list[psutil.Process]:

@@ -101,6 +101,8 @@ def _start(namespace: str, object_store_mb: int) -> None:
                 namespace=namespace,
                 object_store_memory=object_store_mb << 20,
                 include_dashboard=False,
+                # Else a Python process for each core waits for work that a run does not have.
+                _system_config={"prestart_worker_first_driver": False},
             )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
         raise RayEndedError(

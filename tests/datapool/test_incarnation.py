@@ -35,6 +35,7 @@ from stepwell.datapool.remote.start import RayShard, client_of
 from stepwell.datapool.store.folder import read_last_commit
 from tests.builders import until
 from tests.datapool.pools import pool_here, service_of
+from tests.helpers import ray_nodes
 
 MakeStep = Callable[..., Step]
 NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"
@@ -42,14 +43,9 @@ NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
-    node = {"num_cpus": 1, "include_log_monitor": False}
-    head = {**node, "include_dashboard": False, "no_monitor": True}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(**node)
-    ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with ray_nodes({"num_cpus": 1}, {"num_cpus": 1}) as cluster:
+        ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
+        yield cluster
 
 
 @pytest.fixture

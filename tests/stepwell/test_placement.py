@@ -11,7 +11,6 @@ import pytest
 import ray
 from hypothesis import given
 from hypothesis import strategies as st
-from ray.cluster_utils import Cluster
 
 from stepwell.cluster.placement import (
     Bundle,
@@ -26,6 +25,7 @@ from stepwell.cluster.placement import (
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
 from stepwell.trainer.errors import ConfigError
+from tests.helpers import ray_nodes
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Node("10.0.0.2", "a" * 40, 2, is_driver=True)
@@ -255,14 +255,10 @@ def test_the_order_does_not_depend_on_the_numbers_that_ray_gives(rng: random.Ran
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[None]:
     """Two nodes of two GPUs each, as Ray is told; the driver is on the first."""
-    node = {"num_cpus": 2, "num_gpus": 2, "include_log_monitor": False}
-    head = {**node, "include_dashboard": False, "no_monitor": True}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(**node)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-    cluster.shutdown()
+    node = {"num_cpus": 2, "num_gpus": 2}
+    with ray_nodes(node, node) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield
 
 
 @pytest.mark.e2e

@@ -20,7 +20,6 @@ import psutil
 import pytest
 import ray
 from pydantic import SecretStr
-from ray.cluster_utils import Cluster
 
 from stepwell.cluster.parts import start_cluster
 from stepwell.cluster.ray import joined
@@ -28,6 +27,7 @@ from stepwell.layout import GATEWAY_KEY
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.e2e.conftest import small_config
+from tests.helpers import ray_nodes
 
 DRIVER = """
 import asyncio, os, subprocess, sys, time
@@ -80,8 +80,9 @@ with environment(GLOO_SOCKET_IFNAME="lo"), connected(None, "test", 100):
             if connection.status == psutil.CONN_LISTEN:
                 print(process.name(), connection.laddr.ip)
     commands = [each.cmdline() for each in psutil.Process().children(recursive=True)]
-    scripts = [word for words in commands for word in words[1:4] if word.endswith(".py")]
-    print(*{os.path.basename(script) for script in scripts})
+    scripts = [word for words in commands for word in words[:4] if word.endswith(".py")]
+    workers = [words[0] for words in commands if words and words[0].startswith("ray::")]
+    print(*{os.path.basename(script) for script in scripts}, *workers)
     warned = threading.Event()
     logging.basicConfig()
     logging.root.handlers[0].addFilter(lambda record: warned.set() or True)
@@ -129,9 +130,10 @@ def test_rays_ports_are_on_loopback(said: list[list[str]]) -> None:
 
 
 def test_it_starts_nothing_that_a_run_does_not_ask(said: list[list[str]]) -> None:
-    *_, scripts, _ = said
-    assert "guard.py" in scripts  # ours
-    assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & {*scripts}, scripts
+    *_, started, _ = said
+    assert {"guard.py", "ray::Rank"} <= {*started}  # ours
+    assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & {*started}, started
+    assert not {"default_worker.py", "ray::IDLE"} & {*started}, started  # a worker for each core
 
 
 def test_ray_warns_in_our_log_not_on_stdout(driver: subprocess.CompletedProcess[str]) -> None:
@@ -332,12 +334,9 @@ async def asks(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
 @pytest.mark.long
 async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_path: Path) -> None:
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
-    cluster.add_node(num_cpus=1, resources={"other": 1})
-    overrides = [f"cluster.address={cluster.address}", "gateway.port=0"]
-    try:
+    other = {"num_cpus": 1, "resources": {"other": 1}}
+    with ray_nodes({"num_cpus": 1}, other) as cluster:
+        overrides = [f"cluster.address={cluster.address}", "gateway.port=0"]
         config = small_config(tmp_path, *overrides, f"rollout.agent={__name__}:asks")
         async with start_cluster(config) as run:
             assert "127.0.0.1" not in run.gateway_url
@@ -350,9 +349,6 @@ async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_pa
             await run.pool.open_group("p", 1)
             ends = await there.run_group.remote(task, "p", 1)
             assert ends == {"complete": 1}
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 STARTER = """
