@@ -581,14 +581,39 @@ def test_what_is_known_of_a_late_step_is_no_condition_of_its_deletion(run):
     assert b"secret" not in run.bytes_of_everything()
 
 
-def test_a_deletion_by_tag_takes_a_late_step_that_waits(run):
+@pytest.mark.parametrize("group", ["is live", "waits", "was erased"])
+@pytest.mark.parametrize("how", ["trajectory_uid", "user", "tag"])
+def test_a_deletion_takes_a_late_step_that_waits(tmp_path, how, group):
+    """Also one that came after its group had left, and does not say whose it is."""
+    run = Archived(tmp_path, retention_days=1)
     run.pool("apply", OpenGroup("g", 2))
+    run.pool("apply", OpenTrajectory("s", "g", 0, {"user": "eve"}))
     run.turn("s", "Hello.", "Hi.", "g")
     run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
     run.pool("abort_trajectory", "s", "timeout")
+    if group == "waits":
+        run.pool("drop_group", "g", "test")
     run.turn("s", f"Keep {SECRET}", "I do.", "g")
-    run.pool("apply", Delete(tag="private"))
+    if group == "was erased":
+        run.pool.later(2)
+    run.turn("t", "Hello.", "Hi.", "h")
+    run.pool("drop_group", "h", "test")
+    named = {"trajectory_uid": "s", "user": "eve", "tag": "private"}[how]
+    assert run.pool("apply", Delete(**{how: named})).trajectories == ("s",)
+    run.pool.erase()
+    assert not run.pool.holds("secret")
     run.archive()
+    assert b"secret" not in run.bytes_of_everything()
+    assert run.reader.find("t"), "what nobody named is archived"
+    run.pool.journal.close()
+
+
+def test_a_deletion_of_one_trajectory_names_it_once(run):
+    run.turn("s", "Hello.", "Hi.", "g")
+    run.turn("t", "Hello.", "Hi.", "g")
+    run.pool("abort_trajectory", "s", "timeout")
+    run.turn("s", f"Keep {SECRET}", "I do.", "g")
+    assert run.pool("delete_trajectory", "s").trajectories == ("s",)
     assert b"secret" not in run.bytes_of_everything()
 
 
