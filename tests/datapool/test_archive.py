@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -578,6 +579,19 @@ def test_what_is_known_of_a_late_step_is_no_condition_of_its_deletion(run):
     run.archive()
     run.pool.now = 4e9
     run.reader.delete("user", "eve")
+    assert b"secret" not in run.bytes_of_everything()
+
+
+@pytest.mark.parametrize("how", ["user", "tag"])
+def test_a_deletion_reaches_what_a_pool_archived_whose_clock_is_ahead(run, how):
+    """It does not follow a wall clock that was set back since it was started."""
+    run.pool.now = time.time() + 3600.0
+    private(run)
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    assert run.reader.delete(how, {"user": "eve", "tag": "private"}[how]) == ["s"]
+    assert run.reader.find("s") == []
     assert b"secret" not in run.bytes_of_everything()
 
 
