@@ -443,6 +443,27 @@ def test_what_is_too_old_goes_with_its_file(tmp_path):
     run.pool.journal.close()
 
 
+def test_rewards_that_come_late_alone_stay_as_long_as_others_and_are_merged(run, monkeypatch):
+    monkeypatch.setattr(archiver, "MERGED", 4)
+    run.pool.now = time.time()
+    run.train("t")
+    run.archive()
+    for i in range(8):
+        run.pool.now += 10
+        run.pool("set_reward", "t", i / 10)
+        run.archive()
+        assert run.with_archive(lambda archive: archive.trim(run.pool.now)) == []
+        run.with_archive(lambda archive: archive.merge())
+    assert len(list((run.path / "archive" / "feedback").iterdir())) < 4
+    assert [late["reward"] for late in run.reader.feedback("t")] == [i / 10 for i in range(8)]
+    run.pool.now += 31 * 86_400
+    run.train("new")
+    run.archive()
+    run.with_archive(lambda archive: archive.trim(run.pool.now))
+    assert run.reader.feedback("t") == run.reader.find("t") == []
+    assert len(run.files()) == 1
+
+
 def test_the_oldest_go_beyond_the_bytes(tmp_path):
     run = Archived(tmp_path, archive=ArchiveConfig(dir=tmp_path / "archive", max_gb=1e-6))
     for i in range(3):
