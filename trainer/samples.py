@@ -46,7 +46,7 @@ from stepwell.datapool.files.trained import (
     write_trained,
 )
 from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, write_durably
-from stepwell.datapool.types import Group, Step, Trajectory, user_of
+from stepwell.datapool.types import MAX_INT, Group, Step, Trajectory, user_of
 from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import task_of, versions_of
@@ -342,8 +342,26 @@ def samples_path(run_dir: Path, step: int) -> Path:
 
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     """One JSON object per line: keys of any type, what JSON cannot hold as its text."""
-    keys = orjson.OPT_NON_STR_KEYS
-    return b"".join(orjson.dumps(row, default=str, option=keys) + b"\n" for row in rows)
+    return b"".join(map(_line, rows))
+
+
+def _line(row: Any) -> bytes:
+    options = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    try:
+        return orjson.dumps(row, default=str, option=options)
+    except TypeError:  # an integer beyond 64 bits, or half a character
+        return orjson.dumps(_writable(row), default=str, option=options)
+
+
+def _writable(value: Any) -> Any:
+    """A value with the integers as text that are beyond 64 bits, and no half of a character."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, int) and not -MAX_INT <= value < 2 * MAX_INT:
+        return str(value)
+    if isinstance(value, Mapping):
+        return {_writable(k): _writable(v) for k, v in value.items()}
+    return [_writable(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def write_evaluation(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
