@@ -11,12 +11,14 @@ and pass@k (`validation.py`).
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from stepwell.datapool.codec import encode_any
 from stepwell.datapool.types import Group, Trajectory
 
 
@@ -72,9 +74,25 @@ def tool_use(groups: Sequence[Group]) -> float | None:
     return float(np.mean([sum(c) > 0 for c in calls])) if any(calls) else None
 
 
+TASK_JSON: Final = "stepwell_task"
+"""Key of a group's metadata: its task as JSON text, if it has an integer beyond 64 bits or half a
+character, which the pool cannot carry; `task` then has the names alone."""
+
+
+def metadata_of_task(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a group of this task, for `task_of`."""
+    try:
+        encode_any(task)
+    except (OverflowError, ValueError):
+        names = {name: task[name] for name in ("instance_id", "data_source")}
+        return {"task": names, TASK_JSON: json.dumps(task)}
+    return {"task": task}
+
+
 def task_of(group: Group) -> Mapping[str, Any]:
     """The task that the group's prompt is of; empty if nobody said one."""
-    task: Mapping[str, Any] = group.metadata.get("task") or {}
+    text = group.metadata.get(TASK_JSON)
+    task: Mapping[str, Any] = json.loads(text) if text else group.metadata.get("task") or {}
     return task
 
 
