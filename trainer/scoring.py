@@ -25,6 +25,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -147,7 +148,9 @@ class Scorer:
         for trajectory in (t for g in groups for t in g.trajectories):
             for key, value in trajectory.metadata.get(EXTRA, {}).items():
                 if isinstance(value, int | float):  # bool is an int
-                    values[key].append(float(value))
+                    with suppress(OverflowError):  # an answer's hundreds of digits are no figure
+                        number = float(value)
+                        values[str(key)].append(number)
         metrics: dict[str, float | str] = {} if self._flat is None else self._flat.metrics()
         metrics |= {f"reward_extra/{key}": sum(v) / len(v) for key, v in sorted(values.items())}
         for cause, n in sorted(self.unscored.items()):

@@ -307,6 +307,19 @@ async def test_the_further_keys_of_a_result_are_metrics(make: Any, write: Any) -
         }
 
 
+async def test_keys_that_make_no_metric_end_no_run(make: Any, write: Any) -> None:
+    """What a policy wrote may have a thousand digits."""
+    body = "return {'score': 0, 'pred': 7 * 10 ** len(solution_str), 2: 0.5, 'acc': 1}"
+    async with scoring(write(body)) as scorer:
+        groups = await scorer.score([make("4" * 1000, "4")])
+        assert scorer.metrics(groups) == {
+            "reward_extra/2": 0.5,
+            "reward_extra/acc": 1.0,
+            "reward_extra/pred": 70.0,
+            "reward/missing": 0.0,
+        }
+
+
 async def test_a_group_reward_sees_every_trajectory_and_scores_the_unscored(
     make: Any, write: Any
 ) -> None:
