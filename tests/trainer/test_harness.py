@@ -278,6 +278,21 @@ async def test_a_containers_daemon_is_told_from_what_ran_in_it(
     left_nothing(tmp_path)
 
 
+def grade_by_name(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any]) -> float:
+    (name,) = os.listdir(folder)
+    raise ValueError(f"what is {name}?")
+
+
+async def test_a_name_that_is_no_text_is_a_failure_of_its_rollout_alone(tmp_path: Path) -> None:
+    """An agent may call a file anything."""
+    run = harness(tmp_path, "touch \"$(printf 'a\\377')\"", grade=f"{__file__}:grade_by_name")
+    with pytest.raises(HarnessError, match="what is a"):
+        await run(TASK, URL, "key")
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "ValueError: what is a" in log.read_text()
+    left_nothing(tmp_path)
+
+
 async def test_an_image_that_cannot_be_had_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -690,7 +690,7 @@ def _finish(rollout: Rollout, logs: Path | None, most: int) -> None:
         if logs is not None and most:
             logs.mkdir(parents=True, exist_ok=True)
             text = rollout.log.read_bytes() if rollout.log.is_file() else b""
-            (logs / rollout.log.name).write_bytes(text + rollout.why.encode())
+            (logs / rollout.log.name).write_bytes(text + rollout.why.encode(errors="replace"))
             kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
             for old in kept[:-most]:
                 old.unlink(missing_ok=True)
