@@ -49,7 +49,7 @@ from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, 
 from stepwell.datapool.types import MAX_INT, Group, Step, Trajectory, user_of
 from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import task_of, versions_of
+from stepwell.trainer.trajectory_metrics import mapping_in, task_of, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class Trained:
 def _about(group: Group, trajectory: Trajectory, most: int | None = None) -> dict[str, Any]:
     """Keys that the line of any trajectory has; texts of at most `most` characters."""
     task = task_of(group)
-    extra: Mapping[str, Any] = trajectory.metadata.get(EXTRA) or {}
+    extra = mapping_in(trajectory.metadata, EXTRA)
     return {
         "data_source": task.get("data_source"),
         "instance_id": task.get("instance_id"),
@@ -326,13 +326,15 @@ def question(task: Mapping[str, Any]) -> str:
     """Return the question of a task: its `question`, or the text of the last user message."""
     if "question" in task:
         return str(task["question"])
-    for message in reversed(task.get("messages") or []):
-        if message.get("role") == "user":
+    messages = task.get("messages")
+    for message in reversed(messages if isinstance(messages, list) else []):
+        if isinstance(message, Mapping) and message.get("role") == "user":
             content = message.get("content")
             if isinstance(content, str):
                 return content
-            parts = (part.get("text") for part in content or [])
-            return "\n".join(text for text in parts if text)
+            parts = content if isinstance(content, list) else []
+            texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+            return "\n".join(text for text in texts if isinstance(text, str))
     return ""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -91,14 +92,23 @@ def metadata_of_task(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def task_of(group: Group) -> Mapping[str, Any]:
     """The task that the group's prompt is of; empty if nobody said one."""
-    text = group.metadata.get(TASK_JSON)
-    task: Mapping[str, Any] = json.loads(text) if text else group.metadata.get("task") or {}
-    return task
+    metadata = group.metadata
+    if isinstance(text := metadata.get(TASK_JSON), str):
+        with suppress(ValueError):  # whose it is, nobody knows
+            metadata = {"task": json.loads(text)}
+    return mapping_in(metadata, "task")
+
+
+def mapping_in(metadata: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The mapping under a key; empty if there is none: agents send with their groups and
+    trajectories whatever they like."""
+    found = metadata.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def data_source(group: Group) -> str:
     """Name of the data set that the prompt came from, or "unknown"."""
-    return task_of(group).get("data_source") or "unknown"
+    return str(task_of(group).get("data_source") or "unknown")
 
 
 def versions_of(trajectory: Trajectory) -> set[int]:
@@ -138,8 +148,7 @@ def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
 def _tool_metrics(trajectory: Trajectory) -> Iterable[tuple[str, float]]:
     """`tool/figure` and its value, of each call. An agent of any kind may send them, so what is no
     figure is left out."""
-    given = trajectory.metadata.get("tool_metrics")
-    for tool, calls in given.items() if isinstance(given, Mapping) else ():
+    for tool, calls in mapping_in(trajectory.metadata, "tool_metrics").items():
         for call in calls if isinstance(calls, list | tuple) else ():
             for figure, value in call.items() if isinstance(call, Mapping) else ():
                 if isinstance(value, int | float):  # bool is an int
