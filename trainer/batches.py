@@ -135,9 +135,12 @@ class TrainedChannel:
         if groups is None:
             return None
         self.producer.leased(group.prompt_uid for group in groups)
-        if self.name == TRAIN:
-            return groups
-        return [replace(g, metadata={**g.metadata, CHANNEL: self.name}) for g in groups]
+        return [
+            replace(g, metadata={**g.metadata, CHANNEL: self.name})
+            if self.name != TRAIN or CHANNEL in g.metadata  # by whoever opened it
+            else g
+            for g in groups
+        ]
 
 
 class Batches:

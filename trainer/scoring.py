@@ -25,6 +25,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -40,7 +41,12 @@ from stepwell.trainer.rewards.data_sources import has_usual_reward
 from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.overlong import punished
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import task_of, tool_use, trajectory_metrics
+from stepwell.trainer.trajectory_metrics import (
+    mapping_in,
+    task_of,
+    tool_use,
+    trajectory_metrics,
+)
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +151,11 @@ class Scorer:
         the same by cause; and those of `FlatRewards`."""
         values: dict[str, list[float]] = defaultdict(list)
         for trajectory in (t for g in groups for t in g.trajectories):
-            for key, value in trajectory.metadata.get(EXTRA, {}).items():
+            for key, value in mapping_in(trajectory.metadata, EXTRA).items():
                 if isinstance(value, int | float):  # bool is an int
-                    values[key].append(float(value))
+                    with suppress(OverflowError):  # an answer's hundreds of digits are no figure
+                        number = float(value)
+                        values[str(key)].append(number)
         metrics: dict[str, float | str] = {} if self._flat is None else self._flat.metrics()
         metrics |= {f"reward_extra/{key}": sum(v) / len(v) for key, v in sorted(values.items())}
         for cause, n in sorted(self.unscored.items()):
@@ -213,7 +221,7 @@ class Scorer:
             ground_truth=task.get("answer"),
             extra_info={
                 **TOOLS,
-                **(task.get("metadata") or {}),
+                **mapping_in(task, "metadata"),
                 **trajectory.metadata,
                 **task,
                 "trajectory_uid": trajectory.trajectory_uid,
@@ -266,7 +274,7 @@ async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: P
 def _source(group: Group) -> tuple[str, Any]:
     """The task's data source, and slime's name of its reward."""
     task = task_of(group)
-    return str(task.get("data_source", "")), (task.get("metadata") or {}).get("rm_type")
+    return str(task.get("data_source", "")), mapping_in(task, "metadata").get("rm_type")
 
 
 def _rewarded(trajectory: Trajectory, result: RewardResult) -> Trajectory:

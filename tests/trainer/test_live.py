@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,19 +36,24 @@ async def brings(
     rewards: Sequence[float | None] = (0.0, 1.0),
     channel: str = TRAIN,
     newer: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    of_each: Mapping[str, Any] | None = None,
 ) -> str:
     """A group, as an agents' service declares it; returns its prompt_uid.
 
     Args:
         newer: the version that sampled the last token.
+        metadata: the group's.
+        of_each: the metadata of each of its trajectories.
     """
+    metadata = metadata or {"task": {"theirs": True}}
     uid = uuid.uuid4().hex[:8]
     spans = () if newer is None else (VersionSpan(version, 0, 1), VersionSpan(newer, 1, 2))
-    await pool.open_group(uid, len(rewards), channel=channel, metadata={"task": {"theirs": True}})
+    await pool.open_group(uid, len(rewards), channel=channel, metadata=dict(metadata))
     for i, reward in enumerate(rewards):
         only = step_of(f"{uid}-{i}", uid, policy_version=version, version_spans=spans)
         await pool.submit_step(only, channel)
-        await pool.complete_trajectory(f"{uid}-{i}", reward, channel)
+        await pool.complete_trajectory(f"{uid}-{i}", reward, channel, metadata=dict(of_each or {}))
     return uid
 
 
@@ -268,3 +274,33 @@ async def test_traffic_that_nobody_scores_is_not_taken_and_what_is_scored_late_i
             await run.pool.set_reward(f"{late}-{i}", float(i))
         await run.train(2)
     assert trained(run) == sorted([*uids, late])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "of_each"),
+    [
+        ({"task": "text"}, {}),
+        ({"task": ["a list"]}, {}),
+        ({"stepwell_task": "no JSON"}, {}),
+        ({"stepwell_task": "[1]"}, {}),
+        ({"task": {"metadata": "x", "messages": ["y"], "data_source": ["z"]}}, {}),
+        ({"task": {"messages": [{"role": "user", "content": [1, {"text": 2}]}]}}, {}),
+        ({"task": {"messages": 1}}, {}),
+        ({"channel": "sft"}, {}),
+        ({}, {"reward_extra_info": None}),
+        ({}, {"reward_extra_info": [1]}),
+    ],
+)
+async def test_what_agents_send_as_metadata_ends_no_run(
+    tmp_path: Path, metadata: dict[str, Any], of_each: dict[str, Any]
+) -> None:
+    config = live_config(tmp_path, "rollout.overlong_buffer={len: 1, max_resp_len: 1}")
+    async with small_run(config) as run:
+        uids = [await brings(run.pool, metadata=metadata, of_each=of_each) for _ in range(2)]
+        (record,) = await run.train(1)
+        await brings(run.pool, channel=VAL, metadata=metadata, of_each=of_each)
+        (evaluation,) = await run.trainer.evaluate([])
+    assert trained(run) == sorted(uids)
+    assert record["groups"] == 2
+    assert not any("sft_coef" in columns for columns in run.backend.columns)
+    assert evaluation.rollouts == 2

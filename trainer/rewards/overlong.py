@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from stepwell.datapool.types import Trajectory
 from stepwell.trainer.config import OverlongBufferConfig
+from stepwell.trainer.trajectory_metrics import mapping_in
 
 
 def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
@@ -28,7 +29,7 @@ def punished(trajectory: Trajectory, config: OverlongBufferConfig, extra: str) -
     *earlier, last = trajectory.steps
     penalty = overlong_penalty(sum(len(s.response_ids) for s in trajectory.steps), config)
     penalties = {"overlong_reward": penalty, "overlong": penalty < 0}
-    known = trajectory.metadata.get(extra, {})
+    known = mapping_in(trajectory.metadata, extra)
     metadata = {**trajectory.metadata, extra: {**known, **penalties}}
     steps = (*earlier, replace(last, reward=(last.reward or 0.0) + penalty))
     return replace(trajectory, steps=steps, metadata=metadata)

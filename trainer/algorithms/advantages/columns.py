@@ -26,6 +26,7 @@ from stepwell.trainer.algorithms.advantages.base import (
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
 from stepwell.trainer.scoring import EXTRA
+from stepwell.trainer.trajectory_metrics import mapping_in, task_of
 
 
 def compute_advantages(
@@ -82,7 +83,7 @@ def compute_advantages(
             group=np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
             greedy=[g.metadata.get(GREEDY_REWARD) for g in groups],
             sources=[_source(g) for g in groups for _ in g.trajectories],
-            parts=[t.metadata.get(EXTRA, {}) for g in groups for t in g.trajectories],
+            parts=[mapping_in(t.metadata, EXTRA) for g in groups for t in g.trajectories],
             values=None if values is None else _column("values", values, n_tokens)[starts],
             baselines=baselines,
             gamma=config.gamma,
@@ -100,7 +101,7 @@ def compute_advantages(
 
 
 def _source(group: Group) -> str:
-    return str((group.metadata.get("task") or {}).get("data_source") or "")
+    return str(task_of(group).get("data_source") or "")
 
 
 def _step_rewards(groups: Sequence[Group]) -> list[float]:
