@@ -279,7 +279,8 @@ class RolloutWorker:
             path = urlsplit(base_url).path or base_url
             text = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
             # Nor half a character, which no gateway takes: the rollout would stay open.
-            reason = f"{type(e).__name__}: {text}"[:200].encode(errors="replace").decode()
+            reason = ": ".join(filter(None, (type(e).__name__, text)))[:200]
+            reason = reason.encode(errors="replace").decode()
             frame = traceback.extract_tb(e.__traceback__)[-1]
             if (place := (frame.filename, frame.lineno)) not in self._traced:
                 self._traced.add(place)
