@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from os import urandom
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -344,7 +344,7 @@ class Calls:
             self._recall(live)
             return live
         call = Call(
-            uid=f"{random.getrandbits(128):032x}",
+            uid=urandom(16).hex(),
             created=int(time.time()),
             retry=key.digest,
             body=key.body_digest,
