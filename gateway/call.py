@@ -714,8 +714,8 @@ class Calls:
 def _shown(error: BaseException, trajectory: LiveTrajectory, live: LiveCall) -> GatewayError:
     """An error as clients are told it."""
     is_constrained = live.request.constraint is not None and not live.is_generated
-    if is_constrained and isinstance(error, RequestError):
-        field = live.request.constraint_field
+    if is_constrained and isinstance(error, RequestError) and error.param is None:
+        field = live.request.constraint_field  # mostly what an engine refuses
         return RequestError(
             f"{field}: {error}; leave it out, or start the engine with a grammar backend that "
             "takes it",

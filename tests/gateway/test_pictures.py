@@ -920,6 +920,22 @@ async def test_previous_responses_bring_their_pictures(vision: World) -> None:
     assert len(vision.stored()[1].pictures) == 1
 
 
+async def test_pictures_that_are_not_held_are_not_taken_for_a_format_that_the_engine_refuses(
+    vision: World,
+) -> None:
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    first = await (await vision.client()).responses.create(
+        model="m", input=[{"role": "user", "content": content}]
+    )
+    schema = {"type": "object", "properties": {}}
+    form: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema}}
+    with pytest.raises(APIError, match="1 pictures of earlier turns are not held") as failed:
+        await (await vision.client("t2")).responses.create(
+            model="m", input="Sure?", previous_response_id=first.id, text=form
+        )
+    assert "grammar" not in str(failed.value)
+
+
 async def test_a_compaction_reads_pictures_and_gives_the_users_back(vision: World) -> None:
     """Screenshots, which tools took, are in the summary alone."""
     vision.say("A chart, and a screen.")
