@@ -509,9 +509,10 @@ class Calls:
             RequestError: nobody has one any more.
             DataPoolError: the body has not all of them, and the pool cannot read its own.
         """
-        parent, sources = request.parent, request.sources
-        new = () if sources is None else sources.pngs
-        stored = {} if parent is None else {p.digest: p for p in parent.stored_pictures()}
+        new = () if request.sources is None else request.sources.pngs
+        # Of other branches, too, from which a request may go on by the id of a response.
+        turns = trajectory.graph.steps.values()
+        stored = {picture.digest for turn in turns for picture in turn.pictures}
         found: dict[str, bytes] = {}
         why: DataPoolError | None = None
         if asked := [digest for digest in digests if digest in stored and digest not in new]:

@@ -920,6 +920,21 @@ async def test_previous_responses_bring_their_pictures(vision: World) -> None:
     assert len(vision.stored()[1].pictures) == 1
 
 
+async def test_a_branch_behind_a_previous_response_has_its_pictures_from_the_pool(
+    vision: World,
+) -> None:
+    client = await vision.client()
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    first = await client.responses.create(model="m", input=[{"role": "user", "content": content}])
+    await client.responses.create(
+        model="m", input="Sure?", instructions="Be brief.", previous_response_id=first.id
+    )
+    sent = [request["image_data"] for request in vision.engine.requests]
+    assert sent[1] == sent[0]
+    assert len(vision.stored()[1].pictures) == 1
+    check_exact(vision, n_branches=2)
+
+
 async def test_pictures_that_are_not_held_are_not_taken_for_a_format_that_the_engine_refuses(
     vision: World,
 ) -> None:
