@@ -920,6 +920,21 @@ async def test_previous_responses_bring_their_pictures(vision: World) -> None:
     assert len(vision.stored()[1].pictures) == 1
 
 
+@pytest.mark.parametrize("detail", ["höch", "日本", "low\r\nx: y", {"a": 1}])
+async def test_a_resolution_that_no_header_can_hold_is_told_all_the_same(
+    vision: World, detail: Any
+) -> None:
+    url = {"url": data_url(png()), "detail": detail}
+    content: Any = [{"type": "image_url", "image_url": url}]
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{vision.url}/v1/chat/completions", json=body) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        assert answer.headers["x-stepwell-ignored"].startswith("image_detail")
+
+
 async def test_a_branch_behind_a_previous_response_has_its_pictures_from_the_pool(
     vision: World,
 ) -> None:
