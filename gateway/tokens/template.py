@@ -18,7 +18,20 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Assign, Call, CallBlock, Compare, Const, Filter, For, Macro, Node, Test
+from jinja2.nodes import (
+    Assign,
+    Call,
+    CallBlock,
+    Compare,
+    CondExpr,
+    Const,
+    Filter,
+    For,
+    Literal,
+    Macro,
+    Node,
+    Test,
+)
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -96,9 +109,11 @@ def _compiled(source: str) -> jinja2.Template:
 @lru_cache(MAX_TEMPLATES)
 def _looked_for(source: str) -> frozenset[str]:
     tree = _ENVIRONMENT.parse(source)
-    nodes: list[Node] = [*tree.find_all((Assign, Call, Compare, Filter, Test))]
-    nodes += [loop.iter for loop in tree.find_all(For)]
-    nodes += [default for macro in tree.find_all(Macro) for default in macro.defaults]
+    nodes: list[Node] = [*tree.find_all((Call, Compare, Filter, Test))]
+    named: list[Node] = [assign.node for assign in tree.find_all(Assign)]
+    named += [loop.iter for loop in tree.find_all(For)]
+    named += [default for macro in tree.find_all(Macro) for default in macro.defaults]
+    nodes += [each for each in named if isinstance(each, (CondExpr, Literal))]
     consts = (each for node in nodes for each in (node, *node.find_all(Const)))
     texts = {each.value for each in consts if isinstance(each, Const)}
     return frozenset(text for text in texts - _NAMES if isinstance(text, str) and text)
