@@ -98,7 +98,7 @@ def redact_with_a_seed(messages: list[Any]) -> list[Any]:
 
 async def test_no_two_calls_have_one_id_whatever_a_function_of_the_user_does(worlds: Any) -> None:
     world = await worlds(redact_messages=f"{__name__}:redact_with_a_seed")
-    client = await world.client()
+    client, state = await world.client(), random.getstate()
     ids: list[str] = []
     for n in range(3):
         world.say('<tool_call>{"name": "look", "arguments": {}}</tool_call>')
@@ -106,6 +106,7 @@ async def test_no_two_calls_have_one_id_whatever_a_function_of_the_user_does(wor
         answer = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
         [call] = answer.choices[0].message.tool_calls
         ids += [answer.id, call.id, world.engine.requests[-1]["rid"]]
+    random.setstate(state)
     assert len({*ids}) == 9
 
 
