@@ -393,6 +393,39 @@ async def test_a_worker_that_dies_is_one_line_however_often_it_does(rig: Rig) ->
     assert told[0].startswith("rollout worker 0 died while it ran v0-"), told[0]
 
 
+class LostWorker(DyingWorker):
+    """One that does not come back."""
+
+    async def ready(self) -> None:
+        raise RolloutError("a rollout worker cannot start")
+
+
+class BusyWorker:
+    """One that runs a group until it is told to stop."""
+
+    is_stopped = False
+
+    async def run_group(self, *args: Any) -> dict[str, int]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_stopped = True
+        return {}
+
+    async def ready(self) -> None: ...
+
+
+async def test_an_evaluation_that_fails_leaves_none_of_its_rollouts_running(rig: Rig) -> None:
+    """They went on into the end of the run, asked a Ray that had been left for their workers, and
+    started another one for it."""
+    busy = BusyWorker()
+    producer = rig.producer(1, [busy, LostWorker()], n=1, min_n=1)
+    tasks = [{"question": "?", "instance_id": f"v{i}"} for i in range(2)]
+    with pytest.raises(RolloutError, match="cannot start"):
+        await producer.evaluate(tasks, 1, "val")
+    assert busy.is_stopped
+
+
 async def works_at_every_seventh(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     if task["instance_id"] in ("p6", "p13", "p20"):
         return await asks_once(task, base_url, api_key)

@@ -20,7 +20,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stepwell.trainer.config import RewardConfig, RewardFunctionConfig
 from stepwell.trainer.config.rollout import CODE
@@ -37,10 +37,12 @@ from stepwell.trainer.rewards.base import (
 )
 from stepwell.trainer.rewards.data_sources import usual_reward
 from stepwell.trainer.rewards.loading import load_reward
-from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
 from stepwell.trainer.rewards.slime import SlimeReward
 from stepwell.trainer.rewards.worker import RewardProcess
 from stepwell.trainer.threads import in_thread
+
+if TYPE_CHECKING:
+    from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,9 @@ class RewardManager:
         self._sandbox: SandboxFusion | None = None
         """Slots of all functions that run programs there."""
         if (server := config.sandbox_fusion) is not None:
+            # With it comes aiohttp, 0.3 s, which each mistake that is found at a start would wait.
+            from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
+
             self._sandbox = SandboxFusion(server.url, server.max_concurrent, config.timeout_s)
         self._by_source = {
             source: self._caller(function) for source, function in config.by_data_source.items()

@@ -257,7 +257,13 @@ class Producer(GroupProducer):
             all_ends.update(ends)
             return prompt_uid
 
-        uids = list(await asyncio.gather(*(run(i, task) for i, task in enumerate(tasks))))
+        running = [asyncio.create_task(run(i, task)) for i, task in enumerate(tasks)]
+        try:
+            uids = list(await asyncio.gather(*running))
+        finally:
+            for each in running:  # after one that failed
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
         if own := _by_own_error(all_ends):
             raise RolloutError(
                 f"{_common_causes(own)}: rollout.agent = {self._config.agent} finished none of "
