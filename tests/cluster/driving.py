@@ -31,7 +31,7 @@ def machines_in(name: str, n: int, gpus: int = 0) -> Iterator[Machines]:
     folder.mkdir()
     machines = Machines(folder, n, gpus)
     try:
-        machines.start(environment(machines))
+        all_are_up(machines)
         yield machines
     finally:
         machines.remove()
