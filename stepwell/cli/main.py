@@ -230,7 +230,6 @@ def _train(args: argparse.Namespace) -> None:
         _attach(args)
         return
     from stepwell.config.load import load_config
-    from stepwell.run.checks import check_run
 
     if args.config is None and not args.overrides:
         raise ConfigError(
@@ -239,6 +238,7 @@ def _train(args: argparse.Namespace) -> None:
             "that is served"
         )
     config = load_config(args.config, args.overrides)
+    from stepwell.run.checks import check_run  # half a second more, which a wrong key need not wait
 
     checked = check_run(config)
     from stepwell.run.train import train  # torch and Ray, only now: a mistake costs no seconds

@@ -298,12 +298,12 @@ def test_a_live_run_is_named_before_the_port_that_it_holds(
     assert f"another run is alive in {tmp_path} (process {os.getpid()}); stop it first" in line
 
 
-def test_neither_torch_nor_ray_is_imported_to_find_a_mistake(folder: Path, taken: int) -> None:
+def test_no_torch_ray_or_aiohttp_is_imported_to_find_a_mistake(folder: Path, taken: int) -> None:
     mistakes = ("rollout.agent=checks_code:sync", f"gateway.port={taken}", "data.val.path=no.jsonl")
     script = (
         "import sys; from stepwell.cli.main import main; "
         f"codes = [main(argv) for argv in {[train(folder, each) for each in mistakes]!r}]; "
-        "print(*codes, *sorted({'torch', 'ray'} & sys.modules.keys()))"
+        "print(*codes, *sorted({'torch', 'ray', 'aiohttp'} & sys.modules.keys()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
