@@ -73,9 +73,10 @@ def tool_use(groups: Sequence[Group]) -> float | None:
 
 
 def task_of(group: Group) -> Mapping[str, Any]:
-    """The task that the group's prompt is of; empty if nobody said one."""
-    task: Mapping[str, Any] = group.metadata.get("task") or {}
-    return task
+    """The task that the group's prompt is of; empty if nobody said one. Agents that declare groups
+    write what they like under `task`."""
+    task = group.metadata.get("task")
+    return task if isinstance(task, Mapping) else {}
 
 
 def data_source(group: Group) -> str:

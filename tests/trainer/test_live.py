@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -35,15 +37,17 @@ async def brings(
     rewards: Sequence[float | None] = (0.0, 1.0),
     channel: str = TRAIN,
     newer: int | None = None,
+    about: Mapping[str, Any] = MappingProxyType({"task": {"theirs": True}}),
 ) -> str:
     """A group, as an agents' service declares it; returns its prompt_uid.
 
     Args:
         newer: the version that sampled the last token.
+        about: metadata of the group.
     """
     uid = uuid.uuid4().hex[:8]
     spans = () if newer is None else (VersionSpan(version, 0, 1), VersionSpan(newer, 1, 2))
-    await pool.open_group(uid, len(rewards), channel=channel, metadata={"task": {"theirs": True}})
+    await pool.open_group(uid, len(rewards), channel=channel, metadata=about)
     for i, reward in enumerate(rewards):
         only = step_of(f"{uid}-{i}", uid, policy_version=version, version_spans=spans)
         await pool.submit_step(only, channel)
@@ -64,6 +68,15 @@ async def test_groups_that_come_by_themselves_are_trained_once_each(tmp_path: Pa
     assert [r["groups"] for r in records] == [2] * 4
     found = audit(tmp_path / "ledger.jsonl")
     assert (found.trained, found.doubled, found.in_flight) == (8, (), ())
+
+
+@pytest.mark.parametrize("task", ["fix the login page", ["a", "list"], 7])
+async def test_agents_may_call_anything_a_task(tmp_path: Path, task: Any) -> None:
+    async with small_run(live_config(tmp_path, "trainer.rollout_samples=2")) as run:
+        uids = [await brings(run.pool, about={"task": task}) for _ in range(2)]
+        (record,) = await run.train(1)
+    assert trained(run) == sorted(uids)
+    assert record["reward/unknown/mean"] == 0.5
 
 
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(

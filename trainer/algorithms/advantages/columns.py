@@ -26,6 +26,7 @@ from stepwell.trainer.algorithms.advantages.base import (
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
 from stepwell.trainer.scoring import EXTRA
+from stepwell.trainer.trajectory_metrics import task_of
 
 
 def compute_advantages(
@@ -81,7 +82,9 @@ def compute_advantages(
             trajectory=unit_trajectory,
             group=np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
             greedy=[g.metadata.get(GREEDY_REWARD) for g in groups],
-            sources=[_source(g) for g in groups for _ in g.trajectories],
+            sources=[
+                str(task_of(g).get("data_source") or "") for g in groups for _ in g.trajectories
+            ],
             parts=[t.metadata.get(EXTRA, {}) for g in groups for t in g.trajectories],
             values=None if values is None else _column("values", values, n_tokens)[starts],
             baselines=baselines,
@@ -97,10 +100,6 @@ def compute_advantages(
         targets[starts] = found.targets
     spread = {"advantage/mean": float(per_token.mean()), "advantage/std": float(per_token.std())}
     return Estimate(per_token, targets, found.baselines, {**found.metrics, **spread})
-
-
-def _source(group: Group) -> str:
-    return str((group.metadata.get("task") or {}).get("data_source") or "")
 
 
 def _step_rewards(groups: Sequence[Group]) -> list[float]:
