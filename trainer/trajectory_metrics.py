@@ -80,8 +80,9 @@ def task_of(group: Group) -> Mapping[str, Any]:
 
 
 def data_source(group: Group) -> str:
-    """Name of the data set that the prompt came from, or "unknown"."""
-    return task_of(group).get("data_source") or "unknown"
+    """Name of the data set that the prompt came from, or "unknown". Rows may have a number there,
+    and agents anything."""
+    return str(task_of(group).get("data_source") or "unknown")
 
 
 def versions_of(trajectory: Trajectory) -> set[int]:

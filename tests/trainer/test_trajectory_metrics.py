@@ -70,6 +70,17 @@ def test_rewards_have_a_spread_and_a_mean_for_each_data_source() -> None:
     }
 
 
+def test_data_sources_need_not_be_texts() -> None:
+    sources: list[Any] = ["gsm8k", 3, ["a", "b"], 3]
+    groups = [sourced((turn(1, 1, reward=float(i)),), source=s) for i, s in enumerate(sources)]
+    metrics = trajectory_metrics(groups)
+    assert {k: v for k, v in metrics.items() if k.count("/") == 2} == {
+        "reward/gsm8k/mean": 0.0,
+        "reward/3/mean": 2.0,
+        "reward/['a', 'b']/mean": 2.0,
+    }
+
+
 def test_what_nothing_was_scored_of_has_no_reward() -> None:
     assert not [k for k in trajectory_metrics([sourced((turn(1, 1),))]) if "reward" in k]
     assert trajectory_metrics([]) == {}
