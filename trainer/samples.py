@@ -47,9 +47,8 @@ from stepwell.datapool.files.trained import (
 )
 from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, write_durably
 from stepwell.datapool.types import Group, Step, Trajectory, user_of
-from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import task_of, versions_of
+from stepwell.trainer.trajectory_metrics import extra_of, task_of, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +235,6 @@ class Trained:
 def _about(group: Group, trajectory: Trajectory, most: int | None = None) -> dict[str, Any]:
     """Keys that the line of any trajectory has; texts of at most `most` characters."""
     task = task_of(group)
-    extra: Mapping[str, Any] = trajectory.metadata.get(EXTRA) or {}
     return {
         "data_source": task.get("data_source"),
         "instance_id": task.get("instance_id"),
@@ -245,7 +243,9 @@ def _about(group: Group, trajectory: Trajectory, most: int | None = None) -> dic
         "user": user_of(trajectory.metadata, group.metadata),
         "answer": _short(task.get("answer"), most),
         "reward": trajectory.reward,
-        "reward_extra_info": {key: _short(value, most) for key, value in extra.items()},
+        "reward_extra_info": {
+            key: _short(value, most) for key, value in extra_of(trajectory).items()
+        },
         "n_steps": len(trajectory.steps),
     }
 

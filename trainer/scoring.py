@@ -40,15 +40,19 @@ from stepwell.trainer.rewards.data_sources import has_usual_reward
 from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.overlong import punished
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import task_of, tool_use, trajectory_metrics
+from stepwell.trainer.trajectory_metrics import (
+    EXTRA,
+    extra_of,
+    task_of,
+    tool_use,
+    trajectory_metrics,
+)
 
 log = logging.getLogger(__name__)
 
 NOT_CONFIGURED = "the agent returned None and there is no rollout.reward"
 MAX_FAILED_BATCHES = 3
 GROUP_TOO_SMALL = "too few of the group were scored"
-EXTRA = "reward_extra_info"
-"""Key of a trajectory's metadata: what the reward function said beside the score."""
 TOOLS: Mapping[str, Any] = {"tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
 """Keys that verl puts into `extra_info`, for rollouts that lack them."""
 MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
@@ -122,7 +126,7 @@ class Scorer:
             kept = [rewarded.get(t.trajectory_uid, t) for t in group.trajectories]
             kept = [t for t in kept if t.reward is not None]
             if self._overlong is not None:
-                kept = [punished(t, self._overlong, EXTRA) for t in kept]
+                kept = [punished(t, self._overlong) for t in kept]
             wanted = min_rollouts or 1
             enough = min(wanted, group.n_rollouts or wanted)
             if len(kept) == len(group.trajectories) or len(kept) >= enough:
@@ -145,7 +149,7 @@ class Scorer:
         the same by cause; and those of `FlatRewards`."""
         values: dict[str, list[float]] = defaultdict(list)
         for trajectory in (t for g in groups for t in g.trajectories):
-            for key, value in trajectory.metadata.get(EXTRA, {}).items():
+            for key, value in extra_of(trajectory).items():
                 if isinstance(value, int | float):  # bool is an int
                     values[key].append(float(value))
         metrics: dict[str, float | str] = {} if self._flat is None else self._flat.metrics()

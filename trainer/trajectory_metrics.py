@@ -19,6 +19,9 @@ import numpy as np
 
 from stepwell.datapool.types import Group, Trajectory
 
+EXTRA = "reward_extra_info"
+"""Key of a trajectory's metadata: what the reward function said beside the score."""
+
 
 def trajectory_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the figures of scored groups; one without any value is left out.
@@ -83,6 +86,13 @@ def data_source(group: Group) -> str:
     """Name of the data set that the prompt came from, or "unknown". Rows may have a number there,
     and agents anything."""
     return str(task_of(group).get("data_source") or "unknown")
+
+
+def extra_of(trajectory: Trajectory) -> Mapping[str, Any]:
+    """Values that the reward function gave beside the score, by key. An agent that scores itself
+    may send anything: what has no keys is left out."""
+    extra = trajectory.metadata.get(EXTRA)
+    return extra if isinstance(extra, Mapping) else {}
 
 
 def versions_of(trajectory: Trajectory) -> set[int]:

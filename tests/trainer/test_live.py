@@ -38,12 +38,14 @@ async def brings(
     channel: str = TRAIN,
     newer: int | None = None,
     about: Mapping[str, Any] = MappingProxyType({"task": {"theirs": True}}),
+    said: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """A group, as an agents' service declares it; returns its prompt_uid.
 
     Args:
         newer: the version that sampled the last token.
         about: metadata of the group.
+        said: metadata that each agent sends with its reward.
     """
     uid = uuid.uuid4().hex[:8]
     spans = () if newer is None else (VersionSpan(version, 0, 1), VersionSpan(newer, 1, 2))
@@ -51,7 +53,7 @@ async def brings(
     for i, reward in enumerate(rewards):
         only = step_of(f"{uid}-{i}", uid, policy_version=version, version_spans=spans)
         await pool.submit_step(only, channel)
-        await pool.complete_trajectory(f"{uid}-{i}", reward, channel)
+        await pool.complete_trajectory(f"{uid}-{i}", reward, channel, said)
     return uid
 
 
@@ -77,6 +79,23 @@ async def test_agents_may_call_anything_a_task(tmp_path: Path, task: Any) -> Non
         (record,) = await run.train(1)
     assert trained(run) == sorted(uids)
     assert record["reward/unknown/mean"] == 0.5
+
+
+@pytest.mark.parametrize("extra", [None, "right", ["right"], {"acc": True}])
+async def test_agents_that_score_themselves_may_say_anything_beside_the_score(
+    tmp_path: Path, extra: Any
+) -> None:
+    keys = (
+        "trainer.rollout_samples=2",
+        "rollout.overlong_buffer.max_resp_len=2",
+        "rollout.overlong_buffer.len=1",
+    )
+    async with small_run(live_config(tmp_path, *keys)) as run:
+        for _ in range(2):
+            await brings(run.pool, said={"reward_extra_info": extra})
+        (record,) = await run.train(1)
+    assert record["reward_extra/overlong"] == 1.0
+    assert ("reward_extra/acc" in record) == isinstance(extra, dict)
 
 
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(

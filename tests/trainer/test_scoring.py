@@ -23,7 +23,8 @@ from stepwell.trainer.config import (
     RolloutConfig,
 )
 from stepwell.trainer.errors import RewardError
-from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
+from stepwell.trainer.scoring import GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
+from stepwell.trainer.trajectory_metrics import EXTRA
 from tests.builders import step
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
 

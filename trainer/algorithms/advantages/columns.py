@@ -25,8 +25,7 @@ from stepwell.trainer.algorithms.advantages.base import (
 )
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
-from stepwell.trainer.scoring import EXTRA
-from stepwell.trainer.trajectory_metrics import task_of
+from stepwell.trainer.trajectory_metrics import extra_of, task_of
 
 
 def compute_advantages(
@@ -85,7 +84,7 @@ def compute_advantages(
             sources=[
                 str(task_of(g).get("data_source") or "") for g in groups for _ in g.trajectories
             ],
-            parts=[t.metadata.get(EXTRA, {}) for g in groups for t in g.trajectories],
+            parts=[extra_of(t) for g in groups for t in g.trajectories],
             values=None if values is None else _column("values", values, n_tokens)[starts],
             baselines=baselines,
             gamma=config.gamma,
