@@ -43,6 +43,7 @@ from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
     EXTRA,
     extra_of,
+    number_of,
     task_of,
     tool_use,
     trajectory_metrics,
@@ -150,8 +151,8 @@ class Scorer:
         values: dict[str, list[float]] = defaultdict(list)
         for trajectory in (t for g in groups for t in g.trajectories):
             for key, value in extra_of(trajectory).items():
-                if isinstance(value, int | float):  # bool is an int
-                    values[key].append(float(value))
+                if (number := number_of(value)) is not None:
+                    values[str(key)].append(number)
         metrics: dict[str, float | str] = {} if self._flat is None else self._flat.metrics()
         metrics |= {f"reward_extra/{key}": sum(v) / len(v) for key, v in sorted(values.items())}
         for cause, n in sorted(self.unscored.items()):

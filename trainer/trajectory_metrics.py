@@ -95,6 +95,15 @@ def extra_of(trajectory: Trajectory) -> Mapping[str, Any]:
     return extra if isinstance(extra, Mapping) else {}
 
 
+def number_of(value: Any) -> float | None:
+    """`value` as a number; None: it is none, or an integer beyond all floats, as a reward function
+    that reads a reply may find."""
+    try:
+        return float(value) if isinstance(value, int | float) else None  # bool is an int
+    except OverflowError:
+        return None
+
+
 def versions_of(trajectory: Trajectory) -> set[int]:
     """The policy versions that generated its tokens."""
     spans = {v.version for s in trajectory.steps for v in s.version_spans}
@@ -136,5 +145,5 @@ def _tool_metrics(trajectory: Trajectory) -> Iterable[tuple[str, float]]:
     for tool, calls in given.items() if isinstance(given, Mapping) else ():
         for call in calls if isinstance(calls, list | tuple) else ():
             for figure, value in call.items() if isinstance(call, Mapping) else ():
-                if isinstance(value, int | float):  # bool is an int
-                    yield f"{tool}/{figure}", float(value)
+                if (number := number_of(value)) is not None:
+                    yield f"{tool}/{figure}", number

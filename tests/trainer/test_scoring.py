@@ -303,6 +303,19 @@ async def test_the_further_keys_of_a_result_are_metrics(make: Any, write: Any) -
         }
 
 
+async def test_keys_of_a_result_may_be_of_any_type_and_numbers_of_any_size(
+    make: Any, write: Any
+) -> None:
+    body = "return {'score': 1.0, 'pred': 10**400, 0: 3, 'acc': True}"
+    async with scoring(write(body)) as scorer:
+        groups = await scorer.score([make("4", "5")])
+        assert scorer.metrics(groups) == {
+            "reward_extra/0": 3.0,
+            "reward_extra/acc": 1.0,
+            "reward/missing": 0.0,
+        }
+
+
 async def test_a_group_reward_sees_every_trajectory_and_scores_the_unscored(
     make: Any, write: Any
 ) -> None:
