@@ -39,6 +39,7 @@ async def brings(
     newer: int | None = None,
     about: Mapping[str, Any] = MappingProxyType({"task": {"theirs": True}}),
     said: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,
 ) -> str:
     """A group, as an agents' service declares it; returns its prompt_uid.
 
@@ -46,12 +47,13 @@ async def brings(
         newer: the version that sampled the last token.
         about: metadata of the group.
         said: metadata that each agent sends with its reward.
+        fields: further ones of each Step.
     """
     uid = uuid.uuid4().hex[:8]
     spans = () if newer is None else (VersionSpan(version, 0, 1), VersionSpan(newer, 1, 2))
     await pool.open_group(uid, len(rewards), channel=channel, metadata=about)
     for i, reward in enumerate(rewards):
-        only = step_of(f"{uid}-{i}", uid, policy_version=version, version_spans=spans)
+        only = step_of(f"{uid}-{i}", uid, policy_version=version, version_spans=spans, **fields)
         await pool.submit_step(only, channel)
         await pool.complete_trajectory(f"{uid}-{i}", reward, channel, said)
     return uid
@@ -96,6 +98,21 @@ async def test_agents_that_score_themselves_may_say_anything_beside_the_score(
         (record,) = await run.train(1)
     assert record["reward_extra/overlong"] == 1.0
     assert ("reward_extra/acc" in record) == isinstance(extra, dict)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"tool_calls": [{"name": "add"}]}, {"tool_calls": "add"}, {"messages": 3}, {"messages": "hi"}],
+)
+async def test_steps_of_others_may_say_anything_of_tools_and_messages(
+    tmp_path: Path, metadata: dict[str, Any]
+) -> None:
+    async with small_run(live_config(tmp_path)) as run:
+        for _ in range(2):
+            await brings(run.pool, metadata=metadata)
+        (record,) = await run.train(1)
+    assert "tool_calls/mean" not in record
+    assert record["reward/mean"] == 0.5
 
 
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
