@@ -15,7 +15,7 @@ from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, VersionSpan
 from stepwell.datapool.errors import JournalCorruptError
 from stepwell.datapool.store.salvage import salvage, settle_doubtful
-from stepwell.datapool.types import TRAIN, VAL
+from stepwell.datapool.types import SFT, TRAIN, VAL
 from stepwell.trainer import batches
 from stepwell.trainer.ledger import audit
 from tests.builders import step_of
@@ -113,6 +113,16 @@ async def test_steps_of_others_may_say_anything_of_tools_and_messages(
         (record,) = await run.train(1)
     assert "tool_calls/mean" not in record
     assert record["reward/mean"] == 0.5
+
+
+async def test_a_rollout_is_no_conversation_whatever_its_agent_calls_its_channel(
+    tmp_path: Path,
+) -> None:
+    async with small_run(live_config(tmp_path)) as run:
+        uids = [await brings(run.pool, about={"channel": name}) for name in (SFT, "slack")]
+        (record,) = await run.train(1)
+    assert trained(run) == sorted(uids)
+    assert (record["reward/mean"], record.get("sft/share")) == (0.5, None)
 
 
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
