@@ -171,8 +171,14 @@ class Delta(Disk):
             source = Path(update.path)
             self._folder = source.with_name(draft_name(f"delta{update.version}"))
             shutil.rmtree(self._folder, ignore_errors=True)
-            write_delta(source, changed or [next(iter(now))], committed.version, self._folder)
-            self._since = committed.version
+            some = changed or [next(iter(now))]
+            try:
+                write_delta(source, some, committed.version, self._folder)
+            except (OSError, SafetensorError) as e:  # a full disk, on which the version is whole
+                log.warning("version %s goes whole: %s", update.name, e)
+                shutil.rmtree(self._folder, ignore_errors=True)
+            else:
+                self._since = committed.version
 
     async def send(self, update: Update, target: Target) -> None:
         has = target.before
