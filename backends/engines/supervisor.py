@@ -149,7 +149,8 @@ class Supervisor:
             self._stop.set()
             child = self._child
             if self.state == "new":
-                self.state = "stopped"
+                self.state, self._error = "stopped", EngineStartError("the engine was stopped")
+                self._settled.set()
         if child is not None:
             child.signal(signal.SIGTERM)
         if self._thread.is_alive():

@@ -427,6 +427,22 @@ def test_a_missing_model_and_a_missing_package_are_named(
         Supervisor(config, tmp_path).start()
 
 
+def test_an_engine_that_was_stopped_before_its_start_is_not_waited_for(tmp_path: Path) -> None:
+    supervisor = stub(tmp_path, "lives")
+    supervisor.stop()
+    told: list[str] = []
+
+    def start() -> None:
+        with pytest.raises(EngineStartError, match="was stopped") as error:
+            supervisor.start()
+        told.append(str(error.value))
+
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(5)
+    assert told == ["the engine was stopped"]
+
+
 def test_stop_before_start_is_harmless(launch: Launch) -> None:
     supervisor = launch()
     supervisor.stop()
