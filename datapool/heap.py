@@ -28,11 +28,13 @@ TRIM_S = 10.0
 @contextmanager
 def growing_heap() -> Iterator[None]:
     """While millions of objects are made that stay: every collection would walk through all."""
+    was_on = gc.isenabled()  # a program that opens a pool may have turned it off
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def settle_heap() -> None:

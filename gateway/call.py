@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from os import urandom
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -344,7 +344,7 @@ class Calls:
             self._recall(live)
             return live
         call = Call(
-            uid=f"{random.getrandbits(128):032x}",
+            uid=urandom(16).hex(),
             created=int(time.time()),
             retry=key.digest,
             body=key.body_digest,
@@ -509,9 +509,10 @@ class Calls:
             RequestError: nobody has one any more.
             DataPoolError: the body has not all of them, and the pool cannot read its own.
         """
-        parent, sources = request.parent, request.sources
-        new = () if sources is None else sources.pngs
-        stored = {} if parent is None else {p.digest: p for p in parent.stored_pictures()}
+        new = () if request.sources is None else request.sources.pngs
+        # Of other branches, too, from which a request may go on by the id of a response.
+        turns = trajectory.graph.steps.values()
+        stored = {picture.digest for turn in turns for picture in turn.pictures}
         found: dict[str, bytes] = {}
         why: DataPoolError | None = None
         if asked := [digest for digest in digests if digest in stored and digest not in new]:
@@ -714,8 +715,8 @@ class Calls:
 def _shown(error: BaseException, trajectory: LiveTrajectory, live: LiveCall) -> GatewayError:
     """An error as clients are told it."""
     is_constrained = live.request.constraint is not None and not live.is_generated
-    if is_constrained and isinstance(error, RequestError):
-        field = live.request.constraint_field
+    if is_constrained and isinstance(error, RequestError) and error.param is None:
+        field = live.request.constraint_field  # mostly what an engine refuses
         return RequestError(
             f"{field}: {error}; leave it out, or start the engine with a grammar backend that "
             "takes it",

@@ -297,7 +297,7 @@ class KnownBodies:
             n_begin = parsed.n_outside + text.n_kept
             begin, new = parsed.call.messages[:n_begin], parsed.call.messages[n_begin:]
             if (
-                parsed.trajectory_uid is not None
+                not cuts  # read from other answers, too, which may be gone when `whole` is called
                 or n_begin != mark.n_begin
                 or not new
                 or new[0]["role"] != "assistant"

@@ -298,7 +298,7 @@ class Prompts:
             ids = new_ids if parent is None else graph.ids_behind(parent, new_ids)
         request.ids = ids
         if request.is_kept:  # of calls of tools the garbage collector would walk through each part
-            is_short = len(ids) <= SHORT_TOKENS and not request.tools
+            is_short = len(ids) <= SHORT_TOKENS and not (request.tools or keys.has_calls)
             graph.keys = keys if is_short and type(request.messages) is list else None
         # Engines refuse a request whose prompt and response reach the context length.
         if context is not None and context - len(ids) - 1 < 1:

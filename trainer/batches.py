@@ -135,12 +135,12 @@ class TrainedChannel:
         if groups is None:
             return None
         self.producer.leased(group.prompt_uid for group in groups)
-        if self.name == TRAIN:  # agents write metadata, too
-            return [
-                replace(g, metadata={**g.metadata, CHANNEL: TRAIN}) if is_sft(g) else g
-                for g in groups
-            ]
-        return [replace(g, metadata={**g.metadata, CHANNEL: self.name}) for g in groups]
+        return [
+            replace(g, metadata={**g.metadata, CHANNEL: self.name})
+            if self.name != TRAIN or CHANNEL in g.metadata  # by whoever opened it
+            else g
+            for g in groups
+        ]
 
 
 class Batches:
@@ -257,7 +257,7 @@ class Batches:
         if not any(step.pictures for group in groups for step in group.steps):
             return {}
         keepers = {channel.name: channel.keeper for channel in self.channels}
-        return await read_pictures((keepers[SFT if is_sft(g) else TRAIN], g) for g in groups)
+        return await read_pictures((keepers[g.metadata.get(CHANNEL, TRAIN)], g) for g in groups)
 
     async def metrics(self, groups: Sequence[Group]) -> dict[str, Any]:
         """For the record of an optimizer step on `groups`."""

@@ -46,9 +46,10 @@ from stepwell.datapool.files.trained import (
     write_trained,
 )
 from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, write_durably
-from stepwell.datapool.types import Group, Step, Trajectory, user_of
+from stepwell.datapool.types import MAX_INT, Group, Step, Trajectory, user_of
+from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import extra_of, task_of, versions_of
+from stepwell.trainer.trajectory_metrics import mapping_in, task_of, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +236,7 @@ class Trained:
 def _about(group: Group, trajectory: Trajectory, most: int | None = None) -> dict[str, Any]:
     """Keys that the line of any trajectory has; texts of at most `most` characters."""
     task = task_of(group)
+    extra = mapping_in(trajectory.metadata, EXTRA)
     return {
         "data_source": task.get("data_source"),
         "instance_id": task.get("instance_id"),
@@ -243,9 +245,7 @@ def _about(group: Group, trajectory: Trajectory, most: int | None = None) -> dic
         "user": user_of(trajectory.metadata, group.metadata),
         "answer": _short(task.get("answer"), most),
         "reward": trajectory.reward,
-        "reward_extra_info": {
-            key: _short(value, most) for key, value in extra_of(trajectory).items()
-        },
+        "reward_extra_info": {key: _short(value, most) for key, value in extra.items()},
         "n_steps": len(trajectory.steps),
     }
 
@@ -326,13 +326,15 @@ def question(task: Mapping[str, Any]) -> str:
     """Return the question of a task: its `question`, or the text of the last user message."""
     if "question" in task:
         return str(task["question"])
-    for message in reversed(task.get("messages") or []):
-        if message.get("role") == "user":
+    messages = task.get("messages")
+    for message in reversed(messages if isinstance(messages, list) else []):
+        if isinstance(message, Mapping) and message.get("role") == "user":
             content = message.get("content")
             if isinstance(content, str):
                 return content
-            parts = (part.get("text") for part in content or [])
-            return "\n".join(text for text in parts if text)
+            parts = content if isinstance(content, list) else []
+            texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+            return "\n".join(text for text in texts if isinstance(text, str))
     return ""
 
 
@@ -342,8 +344,26 @@ def samples_path(run_dir: Path, step: int) -> Path:
 
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     """One JSON object per line: keys of any type, what JSON cannot hold as its text."""
-    keys = orjson.OPT_NON_STR_KEYS
-    return b"".join(orjson.dumps(row, default=str, option=keys) + b"\n" for row in rows)
+    return b"".join(map(_line, rows))
+
+
+def _line(row: Any) -> bytes:
+    options = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    try:
+        return orjson.dumps(row, default=str, option=options)
+    except TypeError:  # an integer beyond 64 bits, or half a character
+        return orjson.dumps(_writable(row), default=str, option=options)
+
+
+def _writable(value: Any) -> Any:
+    """A value with the integers as text that are beyond 64 bits, and no half of a character."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, int) and not -MAX_INT <= value < 2 * MAX_INT:
+        return str(value)
+    if isinstance(value, Mapping):
+        return {_writable(k): _writable(v) for k, v in value.items()}
+    return [_writable(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def write_evaluation(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -345,8 +345,8 @@ class GroupFilter:
 
 
 CHANNEL = "channel"
-"""Key of a group's metadata: the channel it was leased from, which says by what loss it is trained;
-anything but `sft`: `train`."""
+"""Key of a group's metadata: the channel it was leased from, which says by what loss it is trained.
+Absent: `train`."""
 
 
 def sft_groups(batches: int, size: int, share: float) -> int:

@@ -192,11 +192,15 @@ def _how(status: int, limits: SandboxConfig) -> str:
 
 @functools.cache
 def namespaces_work() -> bool:
-    """True if a process may run without a network and with its own process ids here."""
+    """True if a process may run without a network and with its own process ids here.
+
+    Raises:
+        OSError: the machine is too busy to tell; to be asked again, as answers are kept.
+    """
     try:
         done = subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=20)
-    except subprocess.TimeoutExpired as e:  # to be asked again: answers are kept
+    except subprocess.TimeoutExpired as e:
         raise OSError("unshare true did not end within 20 s; the machine is too busy") from e
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return False
     return done.returncode == 0

@@ -25,6 +25,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -41,9 +42,7 @@ from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.overlong import punished
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
-    EXTRA,
-    extra_of,
-    number_of,
+    mapping_in,
     task_of,
     tool_use,
     trajectory_metrics,
@@ -54,6 +53,8 @@ log = logging.getLogger(__name__)
 NOT_CONFIGURED = "the agent returned None and there is no rollout.reward"
 MAX_FAILED_BATCHES = 3
 GROUP_TOO_SMALL = "too few of the group were scored"
+EXTRA = "reward_extra_info"
+"""Key of a trajectory's metadata: what the reward function said beside the score."""
 TOOLS: Mapping[str, Any] = {"tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
 """Keys that verl puts into `extra_info`, for rollouts that lack them."""
 MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
@@ -127,7 +128,7 @@ class Scorer:
             kept = [rewarded.get(t.trajectory_uid, t) for t in group.trajectories]
             kept = [t for t in kept if t.reward is not None]
             if self._overlong is not None:
-                kept = [punished(t, self._overlong) for t in kept]
+                kept = [punished(t, self._overlong, EXTRA) for t in kept]
             wanted = min_rollouts or 1
             enough = min(wanted, group.n_rollouts or wanted)
             if len(kept) == len(group.trajectories) or len(kept) >= enough:
@@ -150,9 +151,11 @@ class Scorer:
         the same by cause; and those of `FlatRewards`."""
         values: dict[str, list[float]] = defaultdict(list)
         for trajectory in (t for g in groups for t in g.trajectories):
-            for key, value in extra_of(trajectory).items():
-                if (number := number_of(value)) is not None:
-                    values[str(key)].append(number)
+            for key, value in mapping_in(trajectory.metadata, EXTRA).items():
+                if isinstance(value, int | float):  # bool is an int
+                    with suppress(OverflowError):  # an answer's hundreds of digits are no figure
+                        number = float(value)
+                        values[str(key)].append(number)
         metrics: dict[str, float | str] = {} if self._flat is None else self._flat.metrics()
         metrics |= {f"reward_extra/{key}": sum(v) / len(v) for key, v in sorted(values.items())}
         for cause, n in sorted(self.unscored.items()):
@@ -218,7 +221,7 @@ class Scorer:
             ground_truth=task.get("answer"),
             extra_info={
                 **TOOLS,
-                **(task.get("metadata") or {}),
+                **mapping_in(task, "metadata"),
                 **trajectory.metadata,
                 **task,
                 "trajectory_uid": trajectory.trajectory_uid,
@@ -271,7 +274,7 @@ async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: P
 def _source(group: Group) -> tuple[str, Any]:
     """The task's data source, and slime's name of its reward."""
     task = task_of(group)
-    return str(task.get("data_source", "")), (task.get("metadata") or {}).get("rm_type")
+    return str(task.get("data_source", "")), mapping_in(task, "metadata").get("rm_type")
 
 
 def _rewarded(trajectory: Trajectory, result: RewardResult) -> Trajectory:

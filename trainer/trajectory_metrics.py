@@ -11,16 +11,16 @@ and pass@k (`validation.py`).
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 import numpy as np
 
+from stepwell.datapool.codec import encode_any
 from stepwell.datapool.types import Group, Trajectory
-
-EXTRA = "reward_extra_info"
-"""Key of a trajectory's metadata: what the reward function said beside the score."""
 
 
 def trajectory_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -75,33 +75,40 @@ def tool_use(groups: Sequence[Group]) -> float | None:
     return float(np.mean([sum(c) > 0 for c in calls])) if any(calls) else None
 
 
+TASK_JSON: Final = "stepwell_task"
+"""Key of a group's metadata: its task as JSON text, if it has an integer beyond 64 bits or half a
+character, which the pool cannot carry; `task` then has the names alone."""
+
+
+def metadata_of_task(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a group of this task, for `task_of`."""
+    try:
+        encode_any(task)
+    except (OverflowError, ValueError):
+        names = {name: task[name] for name in ("instance_id", "data_source")}
+        return {"task": names, TASK_JSON: json.dumps(task)}
+    return {"task": task}
+
+
 def task_of(group: Group) -> Mapping[str, Any]:
-    """The task that the group's prompt is of; empty if nobody said one. Agents that declare groups
-    write what they like under `task`."""
-    task = group.metadata.get("task")
-    return task if isinstance(task, Mapping) else {}
+    """The task that the group's prompt is of; empty if nobody said one."""
+    metadata = group.metadata
+    if isinstance(text := metadata.get(TASK_JSON), str):
+        with suppress(ValueError):  # whose it is, nobody knows
+            metadata = {"task": json.loads(text)}
+    return mapping_in(metadata, "task")
+
+
+def mapping_in(metadata: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The mapping under a key; empty if there is none: agents send with their groups and
+    trajectories whatever they like."""
+    found = metadata.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def data_source(group: Group) -> str:
-    """Name of the data set that the prompt came from, or "unknown". Rows may have a number there,
-    and agents anything."""
+    """Name of the data set that the prompt came from, or "unknown"."""
     return str(task_of(group).get("data_source") or "unknown")
-
-
-def extra_of(trajectory: Trajectory) -> Mapping[str, Any]:
-    """Values that the reward function gave beside the score, by key. An agent that scores itself
-    may send anything: what has no keys is left out."""
-    extra = trajectory.metadata.get(EXTRA)
-    return extra if isinstance(extra, Mapping) else {}
-
-
-def number_of(value: Any) -> float | None:
-    """`value` as a number; None: it is none, or an integer beyond all floats, as a reward function
-    that reads a reply may find."""
-    try:
-        return float(value) if isinstance(value, int | float) else None  # bool is an int
-    except OverflowError:
-        return None
 
 
 def versions_of(trajectory: Trajectory) -> set[int]:
@@ -144,9 +151,9 @@ def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
 def _tool_metrics(trajectory: Trajectory) -> Iterable[tuple[str, float]]:
     """`tool/figure` and its value, of each call. An agent of any kind may send them, so what is no
     figure is left out."""
-    given = trajectory.metadata.get("tool_metrics")
-    for tool, calls in given.items() if isinstance(given, Mapping) else ():
+    for tool, calls in mapping_in(trajectory.metadata, "tool_metrics").items():
         for call in calls if isinstance(calls, list | tuple) else ():
             for figure, value in call.items() if isinstance(call, Mapping) else ():
-                if (number := number_of(value)) is not None:
-                    yield f"{tool}/{figure}", number
+                if isinstance(value, int | float):  # bool is an int
+                    with suppress(OverflowError):  # as of a reward's extras
+                        yield f"{tool}/{figure}", float(value)

@@ -312,8 +312,13 @@ def _task_fields(prompt_uid: str, tasks: Mapping[str, Mapping[str, Any]]) -> dic
         "data_source": task.get("data_source") or "stepwell",
         "reward_model": task.get("reward_model") or {"style": "rule", "ground_truth": truth},
         # A task of `data` has its row's extra_info as `metadata`.
-        "extra_info": {**(task.get("metadata") or {}), **(task.get("extra_info") or {})},
+        "extra_info": {**_mapping(task.get("metadata")), **_mapping(task.get("extra_info"))},
     }
+
+
+def _mapping(found: Any) -> Mapping[str, Any]:
+    """Empty if it is none: agents send whatever they like with a group."""
+    return found if isinstance(found, Mapping) else {}
 
 
 def _routed_experts(members: Sequence[Step], n: int) -> Tensor | None:

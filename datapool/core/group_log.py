@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -40,6 +40,7 @@ from stepwell.datapool.core.log_rows import (
 )
 from stepwell.datapool.core.pictures import PictureReferences, keys_of
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord, users_of
+from stepwell.datapool.types import user_of
 
 logger = logging.getLogger(__name__)
 
@@ -132,16 +133,21 @@ class Departures:
         return self._forget(gone)
 
     def delete(
-        self, uid: str | None, tag: str | None = None, user: str | None = None
+        self, uids: Collection[str], tag: str | None = None, user: str | None = None
     ) -> tuple[list[str], list[int]]:
-        """Forget the departures of a trajectory, with a tag, or of a user, which somebody wants
-        gone; the trajectories of their groups, of which the others are not archived either, and the
-        rows to be deleted."""
-        gone = [d for d in self if uid in d.trajectory_uids or tag in d.tags or user in d.users]
+        """Forget the departures of trajectories, with a tag, or of a user, which somebody wants
+        gone, and what came late for them, which may not say whose it is; the trajectories of their
+        groups, of which the others are not archived either, and the rows to be deleted."""
+        found: dict[str, None] = {}
+        named = set(uids)
+        for departure in self:
+            is_named = tag in departure.tags or user in departure.users
+            if is_named or not named.isdisjoint(departure.trajectory_uids):
+                found |= dict.fromkeys(departure.trajectory_uids)
+        gone = [d for d in self if not found.keys().isdisjoint(d.trajectory_uids)]
         for departure in gone:
             del self._waiting[departure.row]
-        uids = dict.fromkeys(each for d in gone for each in d.trajectory_uids)
-        return list(uids), self._forget(gone)
+        return list(found), self._forget(gone)
 
     def of(self, uid: str) -> list[Departure]:
         """The departures of a trajectory or a group."""
@@ -361,11 +367,13 @@ class GroupLog(RowLog):
 
     def depart_late(self, late: StepCameLate | RewardCameLate, row: int, n_bytes: int) -> None:
         """Leave a row of what came too late to the archive."""
-        if isinstance(late, StepCameLate) and late.pictures:
-            self.pictures.hold(self._channel, row, [*keys_of(late.pictures).values()])
+        tags, users = frozenset[str](), frozenset[str]()
+        if isinstance(late, StepCameLate):
+            tags, users = frozenset(late.tags), frozenset(filter(None, [user_of(late.metadata)]))
+            if late.pictures:
+                self.pictures.hold(self._channel, row, [*keys_of(late.pictures).values()])
         of = self._channel, late.prompt_uid, (late.trajectory_uid,)
-        tags = frozenset(late.tags if isinstance(late, StepCameLate) else ())
-        self._departures.add(Departure(row, *of, array("q", [row]), n_bytes, tags))
+        self._departures.add(Departure(row, *of, array("q", [row]), n_bytes, tags, users))
 
     def erasure(self, group: GroupRecord, *uids: str) -> Erasure:
         """Return the changes of the group's rows that erase these trajectories.

@@ -18,7 +18,7 @@ and calling `tick` at `next_tick`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -128,9 +128,12 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
-        uids = self._delete_departed(op.trajectory_uid, op.tag, op.user)
+        own = () if op.trajectory_uid is None else (op.trajectory_uid,)
+        known = dict.fromkeys((*own, *found.trajectories, *found.leased))
+        uids = self._delete_departed(known, op.tag, op.user)
         self.pictures.forget(op.trajectory_uid)
-        found = ops.Deleted(uids) + found
+        live = {*found.trajectories, *found.leased}
+        found = ops.Deleted(tuple(uid for uid in uids if uid not in live)) + found
         self.leases.log.scrub()  # also what was acked before
         return found
 
@@ -140,18 +143,18 @@ class DataPool:
             for name in self.channels:
                 found += self._at(name, now).delete_trajectory(op)
             self.pictures.forget(op.trajectory_uid)
-            if self._delete_departed(op.trajectory_uid):
-                found = ops.Deleted((op.trajectory_uid,)) + found
+            if self._delete_departed((op.trajectory_uid,)) and found == ops.Deleted():
+                found = ops.Deleted((op.trajectory_uid,))
         finally:
             self.leases.log.scrub()
         return found
 
     def _delete_departed(
-        self, uid: str | None, tag: str | None = None, user: str | None = None
+        self, known: Collection[str], tag: str | None = None, user: str | None = None
     ) -> tuple[str, ...]:
-        """Delete what waits to be archived of a trajectory, with a tag, or of a user; with it goes
+        """Delete what waits to be archived of trajectories, with a tag, or of a user; with it goes
         what waits of its group, whose uids are returned."""
-        uids, gone = self.departures.delete(uid, tag, user)
+        uids, gone = self.departures.delete(known, tag, user)
         self.leases.log.delete(gone)
         return tuple(uids)
 

@@ -62,8 +62,9 @@ class Deletions:
         return bool(times) and row["opened_at"].timestamp() <= max(times)
 
 
-def tombstone(kind: Kind | Literal["group"], value: str) -> Tombstone:
-    return Tombstone(kind, value, time.time())
+def tombstone(kind: Kind | Literal["group"], value: str, not_before: float = 0.0) -> Tombstone:
+    """A deletion as of now, or of `not_before` if that is later."""
+    return Tombstone(kind, value, max(time.time(), not_before))
 
 
 def add_tombstones(path: Path, tombstones: Sequence[Tombstone]) -> None:

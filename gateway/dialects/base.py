@@ -124,7 +124,9 @@ class Known:
             raise PictureFoundError.at(where)
         for name, value in left_aside.items():
             if value is not None and value != "auto":
-                self.pictures.ignored.append(f"{name}={value!s:.40}")
+                told = f"{name}={value!s:.40}"  # in a header
+                is_plain = told.isascii() and told.isprintable()
+                self.pictures.ignored.append(told if is_plain else name)
         return self.pictures.part(source, where)
 
     def no_cuts(self) -> None:

@@ -11,9 +11,10 @@ in the function's parameters. Does not own: the items and blocks around them, sc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
+
+import orjson
 
 from stepwell.gateway.dialects.params import need, wrong
 from stepwell.gateway.tokens.messages import Tool
@@ -118,7 +119,7 @@ def computer_arguments(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def computer_fields(arguments: str, *, is_preview: bool) -> dict[str, Any]:
     """Fields of the `computer_call` item that a call with these arguments is."""
-    action = json.loads(arguments)
+    action = orjson.loads(arguments)  # integers beyond 64 bits as floats, as answers can hold them
     fields: dict[str, Any] = {"action": action} if is_preview else {"actions": [action]}
     if isinstance(action, dict) and action.keys() == {"actions"}:
         fields = action

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import re
 import time
 from collections.abc import Sequence
 from functools import partial
+from os import urandom
 from typing import Any
 
 import numpy as np
@@ -210,7 +210,7 @@ class Sampler:
                     raise LostError(self._fleet.why_none())
                 tried.add(engine)
                 request = GenerateRequest(
-                    f"{random.getrandbits(128):032x}",
+                    urandom(16).hex(),
                     ids,
                     sampling,
                     most,

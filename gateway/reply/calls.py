@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ast
 import json
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import urandom
 from typing import Any, Literal, TypeAlias
 
 from stepwell.gateway.tokens.messages import Tool, strict_json
@@ -55,7 +55,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall | None:
         (name + text).encode()
     except _UNREADABLE:  # 1e999 is no JSON number, and half a surrogate pair cannot be sent on
         return None
-    return ToolCall(f"call_{random.getrandbits(96):024x}", name, text)
+    return ToolCall(f"call_{urandom(12).hex()}", name, text)
 
 
 def parse_call(body: str, *, bare: bool = False) -> ToolCall | None:

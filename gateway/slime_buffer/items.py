@@ -125,7 +125,8 @@ def make_item(
     main, *others = rows(trajectory.steps)
     metadata = dict(trajectory.metadata)
     metadata.pop(INSTANCE, None)
-    written = metadata.pop(WRITTEN, {})
+    written = _mapping(metadata.pop(WRITTEN, None))
+    uid = written.get("uid")
     extra = {
         "finish_reason": main.steps[-1].finish_reason,
         "round_number": len(main.steps),
@@ -133,12 +134,12 @@ def make_item(
         "prompt_uid": trajectory.prompt_uid,
         "delivery": group.delivery,
         **metadata,
-        **(written.get("extra_info") or {}),
+        **_mapping(written.get("extra_info")),
     }
     return {
         "raw_reward": trajectory.reward,  # before whatever normalises it
         **written,
-        "uid": written.get("uid") or trajectory.trajectory_uid,
+        "uid": uid if uid and isinstance(uid, str) else trajectory.trajectory_uid,
         INSTANCE: instance_id,
         "messages": written.get("messages") or messages_of(main.steps, tokenizer),
         "reward": trajectory.reward,
@@ -146,6 +147,11 @@ def make_item(
         **main.as_dict(),
         "branches": [row.as_dict() for row in others],
     }
+
+
+def _mapping(found: Any) -> dict[str, Any]:
+    """What was written, or nothing: agents may send other values as metadata of the same name."""
+    return found if isinstance(found, dict) else {}
 
 
 def instance_of(group: Group) -> InstanceId:

@@ -88,11 +88,6 @@ class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
             turn = turn.parent
         return tuple(picture for its in reversed(found) for picture in its)
 
-    def stored_pictures(self) -> tuple[Picture, ...]:
-        """Return the pictures of `all_pictures` that a stored Step refers to."""
-        nearest = self.nearest()
-        return () if nearest is None else nearest.all_pictures()
-
     def nearest(self) -> Turn | None:
         """The deepest turn with a Step that this turn's tokens extend or are."""
         turn: Turn | None = self

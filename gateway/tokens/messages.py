@@ -318,13 +318,16 @@ class Keys:
 
     _n_before = 0
     """Messages of the known prefix."""
+    has_calls = False
+    """Messages that were not there before hold calls of tools, of whose arguments Python takes 1,
+    1.0 and true for equal."""
     _reply: Message | None = None
     replied: Key = b""
     """Key of the conversation with its reply, once there is one."""
 
     def __init__(self, root: Key, messages: Sequence[Message], before: Keys | None = None) -> None:
         """`before`: those of a conversation that this one may go on from, which are not made again
-        then."""
+        then; it has no calls."""
         self.root, self.messages = root, messages
         rest = messages
         keys = [root]
@@ -351,6 +354,8 @@ class Keys:
         for message in self._rest[len(keys) - 1 :]:
             key = extend_key(key, message)
             keys.append(key)
+            if "tool_calls" in message:
+                self.has_calls = True
         self._keys: list[Key] = keys
         self.prompt: Key = key
         """Key of the whole conversation."""

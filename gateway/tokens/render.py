@@ -48,11 +48,13 @@ from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
 """Errors that a chat template raises on a conversation that it cannot show."""
 _REASONING_FIELD = re.compile(r"\b(reasoning_content|reasoning|thinking)\b")
+_CASE = re.compile(r"[.|]\s*(lower|upper|casefold|capitalize|title|swapcase)\b")
 _USER: Message = {"role": "user", "content": "."}
 MAX_AROUND = 1024
 _UNSEEN = ("unseen",)
-_PROBES = (" a ", "\n\nb: 1\n- c\t\n", "{'d': [2, \"é\"]} <e>f</e> # 😀", "g " * 2000)
-"""Messages that templates change, if they change any in which they look for nothing."""
+_PROBES = (" a ", "\n\nb: 1\n- c\n\n", "\t{'d': [2, \"é\"]} <e>f</e> # 😀\t", "g " * 2000)
+"""Messages that templates change, if they change any in which they look for nothing but white space
+of these."""
 
 
 class CutError(Exception):
@@ -137,8 +139,10 @@ class ChatRenderer:
         # Templates take past thinking from a field of its own, or out of the content.
         self._reads_reasoning = bool(_REASONING_FIELD.search(tokenizer.template_text))
         # What templates do to a message depends on what they find in it.
-        looked_for = sorted((*tokenizer.template.looks_for(), *tokenizer.special), key=len)
-        self._looked_for = re.compile("|".join(map(re.escape, looked_for)) or "(?!)")
+        found = [*filter(_is_unprobed, tokenizer.template.looks_for()), *tokenizer.special]
+        any_of = "|".join(map(re.escape, sorted(found, key=len))) or "(?!)"
+        ignores_case = _CASE.search(tokenizer.template_text) is not None
+        self._looked_for = re.compile(any_of, re.IGNORECASE if ignores_case else 0)
         self._around: dict[tuple[Key, str, int], tuple[str, ...] | None] = {}
         """Texts around a plain message, by the key of root and system message, and name and length
         of the id of the call that it answers; None: not found yet."""
@@ -427,6 +431,11 @@ class ChatRenderer:
             return ""
         _, found, tail = text.rpartition(self._nonce)
         return tail if found else ""
+
+
+def _is_unprobed(text: str) -> bool:
+    """True unless `_PROBES` show what a template does where it finds this text."""
+    return bool(text.strip()) or not any(text in probe for probe in _PROBES)
 
 
 def _entries(calls: ToolCalls) -> list[dict[str, Any]]:

@@ -18,7 +18,20 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Call, CallBlock, Compare, Const, Filter, Node, Test
+from jinja2.nodes import (
+    Assign,
+    Call,
+    CallBlock,
+    Compare,
+    CondExpr,
+    Const,
+    Filter,
+    For,
+    Literal,
+    Macro,
+    Node,
+    Test,
+)
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -61,8 +74,8 @@ class ChatTemplate:
             ) from e
 
     def looks_for(self) -> frozenset[str]:
-        """Texts that the template may look for in a message: what it compares and gives to methods,
-        but for white space and names of roles and fields."""
+        """Texts that the template may look for in a message: what it compares, gives to methods and
+        keeps in variables, but for names of roles and fields."""
         return frozenset().union(*map(_looked_for, self._sources))
 
     def render(
@@ -95,13 +108,15 @@ def _compiled(source: str) -> jinja2.Template:
 
 @lru_cache(MAX_TEMPLATES)
 def _looked_for(source: str) -> frozenset[str]:
-    found = {
-        const.value
-        for node in _ENVIRONMENT.parse(source).find_all((Compare, Call, Filter, Test))
-        for const in node.find_all(Const)
-        if isinstance(const.value, str)
-    }
-    return frozenset(text for text in found - _NAMES if text.strip())
+    tree = _ENVIRONMENT.parse(source)
+    nodes: list[Node] = [*tree.find_all((Call, Compare, Filter, Test))]
+    named: list[Node] = [assign.node for assign in tree.find_all(Assign)]
+    named += [loop.iter for loop in tree.find_all(For)]
+    named += [default for macro in tree.find_all(Macro) for default in macro.defaults]
+    nodes += [each for each in named if isinstance(each, (CondExpr, Literal))]
+    consts = (each for node in nodes for each in (node, *node.find_all(Const)))
+    texts = {each.value for each in consts if isinstance(each, Const)}
+    return frozenset(text for text in texts - _NAMES if isinstance(text, str) and text)
 
 
 def _shown(message: Message) -> Message:

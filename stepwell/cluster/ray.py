@@ -86,6 +86,7 @@ def connected(
         else:
             guard = ProcessGuard()
             stack.callback(guard.close)
+            stack.enter_context(_messages_logged())
             marked = environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"})
             with marked, _loopback(), _few_processes():
                 _start(namespace, object_store_mb)
@@ -443,6 +444,7 @@ def attached(part: RayPart, run_dir: str, **options: Any) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
+        stack.enter_context(_messages_logged())
         stack.enter_context(_credentials(part))
         if part.address.startswith("127."):
             stack.enter_context(_loopback())
@@ -488,11 +490,20 @@ def _read_credentials_again() -> None:
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _connect(**options: Any) -> None:
-    """`ray.init`, after which stdout stays ours (`--json`): what Ray has to say of lost processes,
-    which it would print there, is a warning of our log."""
+@contextmanager
+def _messages_logged() -> Iterator[None]:
+    """Stdout stays ours (`--json`) while this process is connected: what Ray has to say of lost
+    processes, which it would print there, is a warning of our log."""
     worker: Any = ray._private.worker
-    worker.print_to_stdstream = _warn  # with `log_to_driver` off, for nothing else
+    # With `log_to_driver` off Ray prints nothing else through it.
+    before, worker.print_to_stdstream = worker.print_to_stdstream, _warn
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
+
+
+def _connect(**options: Any) -> None:
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
@@ -510,7 +521,15 @@ def joined(address: str, **options: Any) -> Iterator[None]:
     Raises:
         ConfigError: there is none, or it wants another token.
     """
-    address = find_ray(address)
+    with _messages_logged():
+        _join(find_ray(address), options)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
     before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
     try:
         with _our_signals():
@@ -529,10 +548,6 @@ def joined(address: str, **options: Any) -> Iterator[None]:
         ) from e
     finally:
         ray_constants.NUM_REDIS_GET_RETRIES = before
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _init(address: str, options: dict[str, Any]) -> None:

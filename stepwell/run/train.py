@@ -120,9 +120,10 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
         display.status(starting(config))
         async with start_run(config) as cluster:
             where = f"Ray at {cluster.ray.address}, namespace {cluster.ray.namespace}"
-            url = cluster.gateway_url
-            gateway = f"gateway at {url}; dashboard {url}/ui; " if config.serves else ""
-            display.status(gateway + where)
+            if config.serves:
+                url = cluster.gateway_url
+                where = f"gateway at {url}; dashboard {url}/ui; {where}"
+            display.status(where)
             if placed := cluster.placement.text():
                 display.status(placed)
             return await _train_on(cluster, config, checked, display)

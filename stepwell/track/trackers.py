@@ -74,11 +74,22 @@ class WandbTracker:
     def table(
         self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
-        table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        cells = [_of_one_type(column) for column in zip(*rows, strict=True)]
+        data = [list(row) for row in zip(*cells, strict=True)]
+        table = self._wandb.Table(columns=list(columns), data=data)
         self._run.log({name: table}, commit=False)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
+
+
+def _of_one_type(column: Sequence[Any]) -> Sequence[Any]:
+    """A column as wandb takes it: as text, unless all of it are numbers, or text. The answers of a
+    data set may be of several types."""
+    kinds = {type(cell) for cell in column if cell is not None}
+    if kinds <= {int, float} or kinds in ({str}, {bool}):
+        return column
+    return [None if cell is None else str(cell) for cell in column]
 
 
 class TensorBoardTracker:

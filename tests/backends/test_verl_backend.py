@@ -129,6 +129,13 @@ def test_the_tasks_fields_are_where_verls_rewards_look() -> None:
         assert x["extra_info"][0]["steps"] == [{"step_index": 0, "start": 0, "end": 1}]
 
 
+@pytest.mark.parametrize("odd", ["text", ["a list"], 5])
+def test_what_agents_send_with_a_group_keeps_no_batch_from_being_laid_out(odd: object) -> None:
+    for metadata in ({"metadata": odd, "extra_info": odd}, {"task": odd, "metadata": odd}):
+        x = laid_out([scored([1], [2])], tasks={"p": metadata}).non_tensors
+        assert x["extra_info"][0]["steps"] == [{"step_index": 0, "start": 0, "end": 1}]
+
+
 def test_one_temperature_is_meta_and_several_are_a_column() -> None:
     hot = scored([1], [2], uid="b", metadata={"sampling_params": {"temperature": 0.5}})
     assert laid_out([scored([1], [2])]).meta_info == {"temperature": 1.0, "global_token_num": [2]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -442,6 +443,27 @@ def test_what_is_too_old_goes_with_its_file(tmp_path):
     run.pool.journal.close()
 
 
+def test_rewards_that_come_late_alone_stay_as_long_as_others_and_are_merged(run, monkeypatch):
+    monkeypatch.setattr(archiver, "MERGED", 4)
+    run.pool.now = time.time()
+    run.train("t")
+    run.archive()
+    for i in range(8):
+        run.pool.now += 10
+        run.pool("set_reward", "t", i / 10)
+        run.archive()
+        assert run.with_archive(lambda archive: archive.trim(run.pool.now)) == []
+        run.with_archive(lambda archive: archive.merge())
+    assert len(list((run.path / "archive" / "feedback").iterdir())) < 4
+    assert [late["reward"] for late in run.reader.feedback("t")] == [i / 10 for i in range(8)]
+    run.pool.now += 31 * 86_400
+    run.train("new")
+    run.archive()
+    run.with_archive(lambda archive: archive.trim(run.pool.now))
+    assert run.reader.feedback("t") == run.reader.find("t") == []
+    assert len(run.files()) == 1
+
+
 def test_the_oldest_go_beyond_the_bytes(tmp_path):
     run = Archived(tmp_path, archive=ArchiveConfig(dir=tmp_path / "archive", max_gb=1e-6))
     for i in range(3):
@@ -581,14 +603,52 @@ def test_what_is_known_of_a_late_step_is_no_condition_of_its_deletion(run):
     assert b"secret" not in run.bytes_of_everything()
 
 
-def test_a_deletion_by_tag_takes_a_late_step_that_waits(run):
+@pytest.mark.parametrize("how", ["user", "tag"])
+def test_a_deletion_reaches_what_a_pool_archived_whose_clock_is_ahead(run, how):
+    """It does not follow a wall clock that was set back since it was started."""
+    run.pool.now = time.time() + 3600.0
+    private(run)
+    run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    assert run.reader.delete(how, {"user": "eve", "tag": "private"}[how]) == ["s"]
+    assert run.reader.find("s") == []
+    assert b"secret" not in run.bytes_of_everything()
+
+
+@pytest.mark.parametrize("group", ["is live", "waits", "was erased"])
+@pytest.mark.parametrize("how", ["trajectory_uid", "user", "tag"])
+def test_a_deletion_takes_a_late_step_that_waits(tmp_path, how, group):
+    """Also one that came after its group had left, and does not say whose it is."""
+    run = Archived(tmp_path, retention_days=1)
     run.pool("apply", OpenGroup("g", 2))
+    run.pool("apply", OpenTrajectory("s", "g", 0, {"user": "eve"}))
     run.turn("s", "Hello.", "Hi.", "g")
     run.pool("apply", Mark(trajectory_uid="s", marks={"tags": ["private"]}))
     run.pool("abort_trajectory", "s", "timeout")
+    if group == "waits":
+        run.pool("drop_group", "g", "test")
     run.turn("s", f"Keep {SECRET}", "I do.", "g")
-    run.pool("apply", Delete(tag="private"))
+    if group == "was erased":
+        run.pool.later(2)
+    run.turn("t", "Hello.", "Hi.", "h")
+    run.pool("drop_group", "h", "test")
+    named = {"trajectory_uid": "s", "user": "eve", "tag": "private"}[how]
+    assert run.pool("apply", Delete(**{how: named})).trajectories == ("s",)
+    run.pool.erase()
+    assert not run.pool.holds("secret")
     run.archive()
+    assert b"secret" not in run.bytes_of_everything()
+    assert run.reader.find("t"), "what nobody named is archived"
+    run.pool.journal.close()
+
+
+def test_a_deletion_of_one_trajectory_names_it_once(run):
+    run.turn("s", "Hello.", "Hi.", "g")
+    run.turn("t", "Hello.", "Hi.", "g")
+    run.pool("abort_trajectory", "s", "timeout")
+    run.turn("s", f"Keep {SECRET}", "I do.", "g")
+    assert run.pool("delete_trajectory", "s").trajectories == ("s",)
     assert b"secret" not in run.bytes_of_everything()
 
 

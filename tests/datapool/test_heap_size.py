@@ -1,9 +1,13 @@
 """A process that gives its free pages back has the size of what it holds, not of its peak."""
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from stepwell.datapool import DataPoolClient
 
 PEAK_AND_AFTER = """
 import psutil, time
@@ -51,3 +55,16 @@ def test_blocks_that_are_taken_again_and_again_keep_their_pages_meanwhile() -> N
         [sys.executable, "-c", AGAIN_AND_AGAIN], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 5_000, "of 44,000 pages"
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_a_pool_that_is_opened_leaves_garbage_collection_on_or_off(
+    tmp_path: Path, is_on: bool
+) -> None:
+    before = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        async with DataPoolClient.local(folder=tmp_path):
+            assert gc.isenabled() is is_on
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -45,9 +45,8 @@ from stepwell.trainer.data import PromptSource
 from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.rewards.base import RewardSample
 from stepwell.trainer.rewards.manager import RewardManager
-from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.scoring import EXTRA, Scorer
 from stepwell.trainer.tools import ToolBox
-from stepwell.trainer.trajectory_metrics import EXTRA
 from tests.trainer.rewards.sandbox_server import SandboxServer, sandbox
 from tests.trainer.test_tools import calls
 

@@ -383,7 +383,7 @@ def test_a_run_that_fails_says_why_in_one_line_and_where_its_logs_are_in_another
     assert "OSError" in line
     log = tmp_path / "logs" / "trainer.log"
     assert last == f"stepwell: see {log}, and the logs of the other parts beside it"
-    assert "StarvedError" in log.read_text()
+    assert "RolloutError" in log.read_text()
 
 
 def test_a_wrong_key_costs_no_start(tmp_path: Path) -> None:

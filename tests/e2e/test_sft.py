@@ -11,9 +11,10 @@ import pytest
 from stepwell.datapool.types import SFT
 from stepwell.quickstart.conversations import conversations
 from stepwell.trainer.ledger import LEDGER, audit
-from tests.e2e.test_command import kill_when_there_is, records_of, run
+from tests.e2e.test_command import kill_when_there_is, records_of, run, run_here
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = pytest.mark.e2e
+WITHOUT_AGENT = "algorithm.kind=sft", "trainer.train_batch_size=4"
 
 
 def command(folder: Path, n: int, *overrides: str) -> list[str]:
@@ -31,6 +32,7 @@ def command(folder: Path, n: int, *overrides: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_the_demos_loss_falls_and_its_score_rises(tmp_path: Path) -> None:
     """`stepwell train --config sft`, as docs/design/data.md shows it."""
     done = run(command(tmp_path, 960, "--config", "sft"))
@@ -42,14 +44,22 @@ def test_the_demos_loss_falls_and_its_score_rises(tmp_path: Path) -> None:
     assert (tmp_path / "run/reward.png").is_file()
 
 
+def test_a_run_without_agent_serves_nobody(tmp_path: Path) -> None:
+    done = run_here(command(tmp_path, 8, *WITHOUT_AGENT, "trainer.total_steps=2"))
+    assert done.returncode == 0, done.stderr
+    assert "gateway" not in done.stdout
+    assert not (tmp_path / "run/logs/engine.log").exists()
+    assert [r["step"] for r in records_of(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.long
 def test_a_killed_run_without_agent_trains_every_row_once(tmp_path: Path) -> None:
     argv = command(
         tmp_path,
         64,
-        "algorithm.kind=sft",
+        *WITHOUT_AGENT,
         "data.sft.epochs=2",
         "trainer.total_steps=null",
-        "trainer.train_batch_size=4",
         "trainer.checkpoint_every=3",
     )
     checkpoints = tmp_path / "run/checkpoints"
@@ -57,8 +67,6 @@ def test_a_killed_run_without_agent_trains_every_row_once(tmp_path: Path) -> Non
     done = run(argv)
     assert done.returncode == 0, done.stderr
     assert "resumed at optimizer step" in done.stdout
-    assert "gateway" not in done.stdout
-    assert not (tmp_path / "run/logs/engine.log").exists()
     found = audit(checkpoints / LEDGER, channel=SFT)
     assert (found.trained, found.doubled, found.in_flight) == (128, (), ())
     assert sorted(found.draws) == sorted([row["instance_id"] for row in conversations(64)] * 2)

@@ -19,7 +19,6 @@ import re
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -307,7 +306,7 @@ async def digest(n_calls: int, seed: int, path: str | None = None) -> tuple[str,
     numbers = iter(range(1 << 40))
     # Ids of tool calls stand in later requests, and so in digests of these.
     made = (int(f"{n:032x}"[::-1][:24], 16) for n in numbers)
-    calls.random = SimpleNamespace(getrandbits=lambda _: next(made))  # type: ignore[assignment]
+    calls.urandom = lambda n: next(made).to_bytes(n)  # type: ignore[attr-defined]
     tokenizer = make_tokenizer("chatml")
     end = eos_id(tokenizer)
     engine = ScriptedEngine(default=lambda _: Sampled([end]), burst=3)

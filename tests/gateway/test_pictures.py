@@ -920,6 +920,52 @@ async def test_previous_responses_bring_their_pictures(vision: World) -> None:
     assert len(vision.stored()[1].pictures) == 1
 
 
+@pytest.mark.parametrize("detail", ["höch", "日本", "low\r\nx: y", {"a": 1}])
+async def test_a_resolution_that_no_header_can_hold_is_told_all_the_same(
+    vision: World, detail: Any
+) -> None:
+    url = {"url": data_url(png()), "detail": detail}
+    content: Any = [{"type": "image_url", "image_url": url}]
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{vision.url}/v1/chat/completions", json=body) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        assert answer.headers["x-stepwell-ignored"].startswith("image_detail")
+
+
+async def test_a_branch_behind_a_previous_response_has_its_pictures_from_the_pool(
+    vision: World,
+) -> None:
+    client = await vision.client()
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    first = await client.responses.create(model="m", input=[{"role": "user", "content": content}])
+    await client.responses.create(
+        model="m", input="Sure?", instructions="Be brief.", previous_response_id=first.id
+    )
+    sent = [request["image_data"] for request in vision.engine.requests]
+    assert sent[1] == sent[0]
+    assert len(vision.stored()[1].pictures) == 1
+    check_exact(vision, n_branches=2)
+
+
+async def test_pictures_that_are_not_held_are_not_taken_for_a_format_that_the_engine_refuses(
+    vision: World,
+) -> None:
+    content: Any = [{"type": "input_image", "image_url": data_url(png()), "detail": "auto"}]
+    first = await (await vision.client()).responses.create(
+        model="m", input=[{"role": "user", "content": content}]
+    )
+    schema = {"type": "object", "properties": {}}
+    form: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema}}
+    with pytest.raises(APIError, match="1 pictures of earlier turns are not held") as failed:
+        await (await vision.client("t2")).responses.create(
+            model="m", input="Sure?", previous_response_id=first.id, text=form
+        )
+    assert "grammar" not in str(failed.value)
+
+
 async def test_a_compaction_reads_pictures_and_gives_the_users_back(vision: World) -> None:
     """Screenshots, which tools took, are in the summary alone."""
     vision.say("A chart, and a screen.")

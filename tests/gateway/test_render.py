@@ -287,6 +287,52 @@ def test_a_plain_result_of_a_tool_is_put_where_the_template_puts_it(
     assert any(renderer._around.values()) is (family not in ("deepseek", "shows_ids"))
 
 
+SHOWS = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}SHOWN{{- '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+LOOKED_FOR = {
+    "line ends": ("{{- m.content.replace('\\r\\n', '\\n') }}", "a\r\nb"),
+    "white space": ("{{- m.content | replace('  ', ' ') }}", "a  b"),
+    "a beginning": ("{{- m.content[1:] if m.content.startswith('\t') else m.content }}", "\ta"),
+    "an end": ("{{- m.content + ('' if m.content.endswith('\n\n') else '.') }}", "a\n\n"),
+    "a name": ("{%- set mark = '/quick' %}{{- m.content.replace(mark, '') }}", "a /quick"),
+    "each of some": (
+        "{%- set ns = namespace(text=m.content) %}{%- for mark in ['/slow', '/quick'] %}"
+        "{%- set ns.text = ns.text.replace(mark, '') %}{%- endfor %}{{- ns.text }}",
+        "a /quick",
+    ),
+    "a default": (
+        "{%- macro shown(text, mark='/quick') %}{{- text.replace(mark, '') }}{%- endmacro %}"
+        "{{- shown(m.content) }}",
+        "a /quick",
+    ),
+    "any case": (
+        "{{- m.content }}{%- if '/quick' in m.content.lower() %}{{- '!' }}{%- endif %}",
+        "a /Quick",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKED_FOR)
+def test_a_message_with_what_a_template_looks_for_is_shown_as_the_template_shows_it(
+    kind: str, tokenizer_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tokenizer_of("chatml")
+    shown, content = LOOKED_FOR[kind]
+    monkeypatch.setattr(tokenizer, "template", ChatTemplate(SHOWS.replace("SHOWN", shown), {}))
+    renderer = ChatRenderer(tokenizer)
+
+    def behind(said: str) -> str:
+        new = [{"role": "user", "content": said}]
+        return tokenizer.decode(renderer.suffix(_first_turn(), [], new, None, {}).tolist())
+
+    rendered = behind(content)  # nothing is known of other messages yet
+    for other in ("hello", "and then?"):
+        assert f"user\n{other}" in behind(other)
+    assert behind(content) == rendered
+
+
 def _suffix(renderer: ChatRenderer, *given: Any) -> list[int] | str:
     try:
         return renderer.suffix(*given).tolist()

@@ -636,6 +636,29 @@ async def test_custom_tools_take_and_give_plain_text(http: Http, stream: bool) -
     assert chain(http.world) == [None, 0]
 
 
+async def test_a_response_outlives_the_items_that_its_request_referred_to(http: Http) -> None:
+    asked: list[Any] = [{"role": "user", "content": "hello"}]
+    first = await http.create(asked, tools=[CALC])
+    said = {"type": "item_reference", "id": first["output"][0]["id"]}
+    # Of a request with tools the known beginning is not read again.
+    asked += [said, {"role": "user", "content": "and?"}]
+    second = await http.create(asked, tools=[CALC])
+    await http.send("DELETE", f"responses/{first['id']}")
+    await http.create("go on", tools=[CALC], previous_response_id=second["id"])
+    assert chain(http.world) == [None, 0, 1]
+
+
+@pytest.mark.parametrize("number", [10**30, -(2**63) - 1])
+async def test_an_action_of_a_computer_may_have_a_number_of_any_size(
+    http: Http, number: int
+) -> None:
+    arguments = f'{{"type": "scroll", "x": {number}}}'
+    http.world.say(f'<tool_call>{{"name": "computer", "arguments": {arguments}}}</tool_call>')
+    tools = [{"type": "computer_use_preview", "display_width": 9, "display_height": 9}]
+    got = await http.send("POST", "responses", {"input": "scroll", "tools": tools})
+    assert got["output"][0]["action"] == {"type": "scroll", "x": pytest.approx(number)}
+
+
 async def test_tool_choice_is_honoured(http: Http) -> None:
     beta = {**CALC, "name": "beta"}
     both = [CALC, beta]

@@ -208,6 +208,20 @@ async def test_nothing_to_read_is_said_as_slime_says_it(world: Any, consumer: Co
     }
 
 
+@pytest.mark.parametrize(
+    "item",
+    ["text", ["a list"], None, {"extra_info": "text"}, {"extra_info": 5}, {"uid": ["a list"]}],
+)
+async def test_what_agents_send_as_metadata_keeps_no_group_from_being_served(
+    world: Any, consumer: Consumer, item: object
+):
+    await consumer.start()
+    await rollouts(world, "p", metadata={"rollout_item": item, "label": "42"})
+    found = await consumer.items()
+    assert [i["uid"] for i in found] == ["p-0", "p-1"]
+    assert [i["extra_info"]["label"] for i in found] == ["42", "42"]
+
+
 async def test_a_group_is_served_only_when_it_is_whole(world: Any, consumer: Consumer):
     await consumer.start()
     await rollouts(world, "p", n=1)

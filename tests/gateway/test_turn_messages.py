@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -88,6 +89,25 @@ async def test_what_is_redacted_is_kept_nowhere_and_the_model_sees_it(worlds: An
 async def test_where_redaction_fails_nothing_is_kept_and_the_call_is_answered(worlds: Any) -> None:
     world = await worlds(redact_messages=f"{__name__}:redact_badly")
     assert await converse(world) == [None, None, None]
+
+
+def redact_with_a_seed(messages: list[Any]) -> list[Any]:
+    random.seed(0)
+    return messages
+
+
+async def test_no_two_calls_have_one_id_whatever_a_function_of_the_user_does(worlds: Any) -> None:
+    world = await worlds(redact_messages=f"{__name__}:redact_with_a_seed")
+    client, state = await world.client(), random.getstate()
+    ids: list[str] = []
+    for n in range(3):
+        world.say('<tool_call>{"name": "look", "arguments": {}}</tool_call>')
+        messages: list[Any] = [{"role": "user", "content": f"look {n}"}]
+        answer = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+        [call] = answer.choices[0].message.tool_calls
+        ids += [answer.id, call.id, world.engine.requests[-1]["rid"]]
+    random.setstate(state)
+    assert len({*ids}) == 9
 
 
 @pytest.mark.parametrize("odd", [2**80, "\ud800"])

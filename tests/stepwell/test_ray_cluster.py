@@ -89,6 +89,7 @@ with environment(GLOO_SOCKET_IFNAME="lo"), connected(None, "test", 100):
     gcs = ray._private.worker.global_worker.gcs_client
     publish_error_to_driver("worker_died", "a worker\\nwas lost", gcs)
     assert warned.wait(60)
+ray._private.worker.print_to_stdstream({"lines": ["later"], "pid": 1, "is_err": True}, True)
 print(os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
@@ -139,6 +140,7 @@ def test_it_starts_nothing_that_a_run_does_not_ask(said: list[list[str]]) -> Non
 def test_ray_warns_in_our_log_not_on_stdout(driver: subprocess.CompletedProcess[str]) -> None:
     assert "WARNING:stepwell.cluster.ray:Ray: a worker was lost" in driver.stderr
     assert "was lost" not in driver.stdout
+    assert "\nlater\n" in driver.stderr, "a Ray that is none of ours prints as it does"
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,20 @@ def test_tensorboard_gets_every_number_and_the_tables(tmp_path: Path) -> None:
     assert table.splitlines() == ["| prompt | score |", "| --- | --- |", "| 1\\|2 3 | 1.0 |"]
 
 
+def test_a_table_may_have_answers_of_several_types(tmp_path: Path) -> None:
+    """wandb takes one type a column, also of what is inside."""
+    answers = ["4", 4, None, [1, 2], ["a"], {"inputs": ["1"]}, {"inputs": [1]}, True, 2**70]
+    rows = [{"answer": answer, "reward": 1.0, "n": i} for i, answer in enumerate(answers)]
+    with writer(tmp_path, "logging.wandb=offline", "logging.tensorboard=true") as metrics:
+        metrics.table(7, "val/samples", ["answer", "reward", "n"], rows)
+    (text,) = events(tmp_path / "tensorboard").values()
+    assert len(text.splitlines()) == 2 + len(answers)
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/val/samples_*.json")
+    data = json.loads(table.read_text())["data"]
+    assert [row[0] for row in data] == [None if a is None else str(a) for a in answers]
+    assert [row[1:] for row in data] == [[1.0, i] for i in range(len(answers))]
+
+
 VERL = {
     "": {"critic/score/mean": 0.25, "critic/rewards/mean": 0.25, "actor/pg_loss": 0.5},
     "algorithm.kl.place=loss": {"critic/rewards/mean": 0.25, "actor/kl_loss": 0.125},

@@ -36,7 +36,7 @@ from stepwell.trainer.algorithms.options import Options
 from stepwell.trainer.algorithms.registry import ESTIMATORS as REGISTRY
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
-from stepwell.trainer.trajectory_metrics import EXTRA
+from stepwell.trainer.scoring import EXTRA
 from tests.builders import step
 from tests.trainer.golden.advantages import (
     GAMMA,

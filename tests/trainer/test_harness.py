@@ -4,6 +4,7 @@ nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 import tempfile
@@ -277,6 +278,21 @@ async def test_a_containers_daemon_is_told_from_what_ran_in_it(
     left_nothing(tmp_path)
 
 
+def grade_by_name(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any]) -> float:
+    (name,) = os.listdir(folder)
+    raise ValueError(f"what is {name}?")
+
+
+async def test_a_name_that_is_no_text_is_a_failure_of_its_rollout_alone(tmp_path: Path) -> None:
+    """An agent may call a file anything."""
+    run = harness(tmp_path, "touch \"$(printf 'a\\377')\"", grade=f"{__file__}:grade_by_name")
+    with pytest.raises(HarnessError, match="what is a"):
+        await run(TASK, URL, "key")
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "ValueError: what is a" in log.read_text()
+    left_nothing(tmp_path)
+
+
 async def test_an_image_that_cannot_be_had_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +304,27 @@ async def test_an_image_that_cannot_be_had_says_why(
     run = harness(tmp_path, "true", sandbox={"kind": "docker", "image": "x"})
     with pytest.raises(InfrastructureError, match="docker: image x: exited 1: manifest unknown"):
         await run(TASK, URL, "key")
+    left_nothing(tmp_path)
+
+
+async def test_an_image_is_asked_for_again_after_no_process_could_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    run = harness(tmp_path, "true", sandbox={"kind": "docker", "image": "x"})
+
+    async def no_memory(*argv: str, **options: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", no_memory)
+        with pytest.raises(InfrastructureError, match="no process can be started"):
+            await run(TASK, URL, "key")
+    assert await run(TASK, URL, "key") is None
     left_nothing(tmp_path)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, VersionSpan
 from stepwell.datapool.errors import JournalCorruptError
 from stepwell.datapool.store.salvage import salvage, settle_doubtful
-from stepwell.datapool.types import SFT, TRAIN, VAL
+from stepwell.datapool.types import TRAIN, VAL
 from stepwell.trainer import batches
 from stepwell.trainer.ledger import audit
 from tests.builders import step_of
@@ -37,25 +36,27 @@ async def brings(
     rewards: Sequence[float | None] = (0.0, 1.0),
     channel: str = TRAIN,
     newer: int | None = None,
-    about: Mapping[str, Any] = MappingProxyType({"task": {"theirs": True}}),
-    said: Mapping[str, Any] = MappingProxyType({}),
-    **fields: Any,
+    metadata: Mapping[str, Any] | None = None,
+    of_each: Mapping[str, Any] | None = None,
+    of_steps: Mapping[str, Any] | None = None,
 ) -> str:
     """A group, as an agents' service declares it; returns its prompt_uid.
 
     Args:
         newer: the version that sampled the last token.
-        about: metadata of the group.
-        said: metadata that each agent sends with its reward.
-        fields: further ones of each Step.
+        metadata: the group's.
+        of_each: the metadata of each of its trajectories.
+        of_steps: that of each of their Steps.
     """
+    metadata = metadata or {"task": {"theirs": True}}
     uid = uuid.uuid4().hex[:8]
     spans = () if newer is None else (VersionSpan(version, 0, 1), VersionSpan(newer, 1, 2))
-    await pool.open_group(uid, len(rewards), channel=channel, metadata=about)
+    step = {"policy_version": version, "version_spans": spans, "metadata": dict(of_steps or {})}
+    await pool.open_group(uid, len(rewards), channel=channel, metadata=dict(metadata))
     for i, reward in enumerate(rewards):
-        only = step_of(f"{uid}-{i}", uid, policy_version=version, version_spans=spans, **fields)
+        only = step_of(f"{uid}-{i}", uid, **step)
         await pool.submit_step(only, channel)
-        await pool.complete_trajectory(f"{uid}-{i}", reward, channel, said)
+        await pool.complete_trajectory(f"{uid}-{i}", reward, channel, metadata=dict(of_each or {}))
     return uid
 
 
@@ -74,32 +75,6 @@ async def test_groups_that_come_by_themselves_are_trained_once_each(tmp_path: Pa
     assert (found.trained, found.doubled, found.in_flight) == (8, (), ())
 
 
-@pytest.mark.parametrize("task", ["fix the login page", ["a", "list"], 7])
-async def test_agents_may_call_anything_a_task(tmp_path: Path, task: Any) -> None:
-    async with small_run(live_config(tmp_path, "trainer.rollout_samples=2")) as run:
-        uids = [await brings(run.pool, about={"task": task}) for _ in range(2)]
-        (record,) = await run.train(1)
-    assert trained(run) == sorted(uids)
-    assert record["reward/unknown/mean"] == 0.5
-
-
-@pytest.mark.parametrize("extra", [None, "right", ["right"], {"acc": True}])
-async def test_agents_that_score_themselves_may_say_anything_beside_the_score(
-    tmp_path: Path, extra: Any
-) -> None:
-    keys = (
-        "trainer.rollout_samples=2",
-        "rollout.overlong_buffer.max_resp_len=2",
-        "rollout.overlong_buffer.len=1",
-    )
-    async with small_run(live_config(tmp_path, *keys)) as run:
-        for _ in range(2):
-            await brings(run.pool, said={"reward_extra_info": extra})
-        (record,) = await run.train(1)
-    assert record["reward_extra/overlong"] == 1.0
-    assert ("reward_extra/acc" in record) == isinstance(extra, dict)
-
-
 @pytest.mark.parametrize(
     "metadata",
     [{"tool_calls": [{"name": "add"}]}, {"tool_calls": "add"}, {"messages": 3}, {"messages": "hi"}],
@@ -109,20 +84,10 @@ async def test_steps_of_others_may_say_anything_of_tools_and_messages(
 ) -> None:
     async with small_run(live_config(tmp_path)) as run:
         for _ in range(2):
-            await brings(run.pool, metadata=metadata)
+            await brings(run.pool, of_steps=metadata)
         (record,) = await run.train(1)
     assert "tool_calls/mean" not in record
     assert record["reward/mean"] == 0.5
-
-
-async def test_a_rollout_is_no_conversation_whatever_its_agent_calls_its_channel(
-    tmp_path: Path,
-) -> None:
-    async with small_run(live_config(tmp_path)) as run:
-        uids = [await brings(run.pool, about={"channel": name}) for name in (SFT, "slack")]
-        (record,) = await run.train(1)
-    assert trained(run) == sorted(uids)
-    assert (record["reward/mean"], record.get("sft/share")) == (0.5, None)
 
 
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
@@ -327,3 +292,33 @@ async def test_traffic_that_nobody_scores_is_not_taken_and_what_is_scored_late_i
             await run.pool.set_reward(f"{late}-{i}", float(i))
         await run.train(2)
     assert trained(run) == sorted([*uids, late])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "of_each"),
+    [
+        ({"task": "text"}, {}),
+        ({"task": ["a list"]}, {}),
+        ({"stepwell_task": "no JSON"}, {}),
+        ({"stepwell_task": "[1]"}, {}),
+        ({"task": {"metadata": "x", "messages": ["y"], "data_source": ["z"]}}, {}),
+        ({"task": {"messages": [{"role": "user", "content": [1, {"text": 2}]}]}}, {}),
+        ({"task": {"messages": 1}}, {}),
+        ({"channel": "sft"}, {}),
+        ({}, {"reward_extra_info": None}),
+        ({}, {"reward_extra_info": [1]}),
+    ],
+)
+async def test_what_agents_send_as_metadata_ends_no_run(
+    tmp_path: Path, metadata: dict[str, Any], of_each: dict[str, Any]
+) -> None:
+    config = live_config(tmp_path, "rollout.overlong_buffer={len: 1, max_resp_len: 1}")
+    async with small_run(config) as run:
+        uids = [await brings(run.pool, metadata=metadata, of_each=of_each) for _ in range(2)]
+        (record,) = await run.train(1)
+        await brings(run.pool, channel=VAL, metadata=metadata, of_each=of_each)
+        (evaluation,) = await run.trainer.evaluate([])
+    assert trained(run) == sorted(uids)
+    assert record["groups"] == 2
+    assert not any("sft_coef" in columns for columns in run.backend.columns)
+    assert evaluation.rollouts == 2

@@ -38,7 +38,7 @@ async def leased(pool: DataPoolClient, album: Album, steps: list[Step]) -> tuple
     by_uid: dict[str, list[Step]] = {}
     for step in steps:
         by_uid.setdefault(step.trajectory_uid, []).append(step)
-    await pool.open_group("p", len(by_uid), metadata={"channel": "slack"})  # an agent's own
+    await pool.open_group("p", len(by_uid))
     for reward, (uid, own) in enumerate(by_uid.items()):
         last = len(own) - 1
         scored = [

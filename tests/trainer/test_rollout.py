@@ -94,6 +94,10 @@ async def crashes(task: Mapping[str, Any], base_url: str, api_key: str) -> float
     raise ValueError("no such tool")
 
 
+async def crashes_without_a_word(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    raise OSError
+
+
 async def calls_a_wrong_path(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     raise LookupError(f"404: POST {base_url}/chat/completions")
 
@@ -192,6 +196,11 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
     assert await run(gateway, "crashes", max_attempts=1) == {"ValueError": 1}
     assert gateway.told("abort") == [{"reason": "ValueError: no such tool", "will_retry": False}]
     assert gateway.told("complete") == []
+
+
+async def test_an_error_without_a_text_is_told_by_its_type(gateway: RecordingGateway) -> None:
+    await run(gateway, "crashes_without_a_word", max_attempts=1)
+    assert gateway.told("abort") == [{"reason": "OSError", "will_retry": False}]
 
 
 async def test_a_failure_that_names_its_rollouts_url_is_one_reason_for_all_rollouts(

@@ -290,6 +290,19 @@ async def test_an_agent_that_always_fails_is_counted_and_its_prompts_are_not_iss
     assert (len(told.draws), told.dropped.total(), told.returned) == (5, 5, 0)
 
 
+async def raises_half_a_character(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    """As of what a model wrote in JSON."""
+    raise ValueError(json.loads(r'"no tool \ud83d"'))
+
+
+async def test_an_agents_error_that_is_no_text_ends_its_rollout(rig: Rig) -> None:
+    async with producer_of(rig, 2, agent=f"{__name__}:raises_half_a_character") as producer:
+        await rig.generate(producer)
+    assert (await rig.groups())["dropped"] == 2
+    reasons = await rig.abort_reasons()
+    assert set(reasons) == {"ValueError: no tool ?"}
+
+
 async def never_calls(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     return 1.0
 

@@ -13,18 +13,22 @@ import pytest
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from stepwell.datapool.types import Group, Trajectory
+from stepwell.datapool import DataPoolClient
+from stepwell.datapool.types import TRAIN, VAL, Group, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import (
     AdvantageConfig,
     DataConfig,
+    JsonlSource,
     OverlongBufferConfig,
     RewardConfig,
     RolloutConfig,
 )
+from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RewardError
-from stepwell.trainer.scoring import GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
-from stepwell.trainer.trajectory_metrics import EXTRA
+from stepwell.trainer.rollout.producer import Producer
+from stepwell.trainer.rollout.worker import COMPLETE
+from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
 from tests.builders import step
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
@@ -303,15 +307,15 @@ async def test_the_further_keys_of_a_result_are_metrics(make: Any, write: Any) -
         }
 
 
-async def test_keys_of_a_result_may_be_of_any_type_and_numbers_of_any_size(
-    make: Any, write: Any
-) -> None:
-    body = "return {'score': 1.0, 'pred': 10**400, 0: 3, 'acc': True}"
+async def test_keys_that_make_no_metric_end_no_run(make: Any, write: Any) -> None:
+    """What a policy wrote may have a thousand digits."""
+    body = "return {'score': 0, 'pred': 7 * 10 ** len(solution_str), 2: 0.5, 'acc': 1}"
     async with scoring(write(body)) as scorer:
-        groups = await scorer.score([make("4", "5")])
+        groups = await scorer.score([make("4" * 1000, "4")])
         assert scorer.metrics(groups) == {
-            "reward_extra/0": 3.0,
+            "reward_extra/2": 0.5,
             "reward_extra/acc": 1.0,
+            "reward_extra/pred": 70.0,
             "reward/missing": 0.0,
         }
 
@@ -348,3 +352,46 @@ async def test_nobody_is_fined_for_a_missing_score(make: Any) -> None:
 def test_a_buffer_that_begins_below_no_tokens_is_refused() -> None:
     with pytest.raises(ValidationError, match="len smaller"):
         RolloutConfig.model_validate({"overlong_buffer": {"max_resp_len": 9, "len": 10}})
+
+
+class Writer:
+    """A worker whose rollouts say what they are told."""
+
+    def __init__(self, pool: DataPoolClient, ids: list[int]) -> None:
+        self._pool, self._ids = pool, ids
+
+    async def run_group(
+        self, task: Any, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0
+    ) -> dict[str, int]:
+        for i in range(n):
+            uid = f"{prompt_uid}-{i}"
+            await self._pool.submit_step(
+                step([1], self._ids, uid, prompt_uid=prompt_uid, is_last=True), channel
+            )
+        return {COMPLETE: n}
+
+    async def ready(self) -> None:
+        return
+
+
+async def test_a_task_with_numbers_and_text_that_only_python_has_reaches_the_reward(
+    tmp_path: Path, write: Callable[[str], str], encode: Callable[[str], list[int]]
+) -> None:
+    """A data set in JSON may have any of both."""
+    rows = [
+        {"question": "?", "answer": 2**70, "metadata": {"n": 1}},
+        {"question": "?", "answer": "4", "metadata": {"n": 2, "said": "\ud83d"}},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = PromptSource(JsonlSource(kind="jsonl", path=path))
+    body = "return {'score': 1.0, 'seen': repr((data_source, ground_truth, extra_info['n']))}"
+    async with DataPoolClient.local() as pool, scoring(write(body)) as scorer:
+        config = RolloutConfig(agent="a:b")
+        producer = Producer(config, source, pool, [Writer(pool, encode("4"))])
+        uids = await producer.evaluate(source.all(), 1, VAL)
+        lease = await pool.lease_batch(channel=VAL, batch_size=2)
+        assert lease is not None
+        scored = {g.prompt_uid: g for g in await scorer.score(lease.groups)}
+    seen = [scored[uid].trajectories[0].metadata[EXTRA]["seen"] for uid in uids]
+    assert seen == [repr(("rows", 2**70, 1)), repr(("rows", "4", 2))]

@@ -500,6 +500,23 @@ async def test_the_loop_runs_tools_until_the_policy_answers() -> None:
     assert run.messages == [*second["messages"], {"role": "assistant", "content": "Yes."}]
 
 
+async def test_a_result_that_is_no_text_is_shown_all_the_same() -> None:
+    """Names of files may be any bytes."""
+
+    def files() -> str:
+        return os.fsdecode(b"a\xff")
+
+    def fails() -> str:
+        raise ValueError(files())
+
+    policy = Policy(calls(("files", {}), ("fails", {})), "Fine.")
+    run = await play(policy, TASK, [files, fails])
+    assert run.answer == "Fine."
+    _, second = policy.requests
+    said = [m["content"] for m in second["messages"] if m["role"] == "tool"]
+    assert said == ["a?", "error: ValueError: a?"]
+
+
 async def test_the_loop_ends_after_its_last_turn_and_runs_no_call_in_vain() -> None:
     counting = Counting()
     policy = Policy(calls(("count", {"by": 1})))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,3 +102,10 @@ def test_tools_are_told_of_where_the_model_was_offered_some() -> None:
     assert "tool_calls/mean" not in without
     assert "tool_errors" not in without
     assert tool_use(groups[2:]) is None
+
+
+def test_a_figure_of_a_tool_beyond_all_floats_is_none() -> None:
+    (only,) = sourced((turn(1, 1),)).trajectories
+    told = {"tool_metrics": {"search": [{"hits": 3, "size": 10**400}]}}
+    metrics = trajectory_metrics([group(replace(only, metadata=told))])
+    assert {k: v for k, v in metrics.items() if "tool" in k} == {"tool_metrics/search/hits": 3.0}

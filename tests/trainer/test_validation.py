@@ -188,6 +188,17 @@ def test_a_sample_keeps_what_json_has_no_form_for_as_text(tmp_path: Path) -> Non
     assert read_samples(tmp_path / "step_1.jsonl") == [{"answer": {"1": "a"}}]
 
 
+def test_a_sample_keeps_numbers_and_text_that_only_python_has(tmp_path: Path) -> None:
+    """An answer of a data set in JSON may have any number of digits, and a reward may say so."""
+    large = 2**70
+    row = {"answer": [large, -large, 2**64 - 1], "reward_extra_info": {"said \ud83d": large}}
+    write_samples(tmp_path / "step_1.jsonl", [row, {"answer": 1}])
+    (found, other) = read_samples(tmp_path / "step_1.jsonl")
+    assert found["answer"] == [str(large), str(-large), 2**64 - 1]
+    assert found["reward_extra_info"] == {"said ?": str(large)}
+    assert other == {"answer": 1}
+
+
 @pytest.mark.parametrize(
     ("task", "asked"),
     [

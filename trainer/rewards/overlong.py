@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from stepwell.datapool.types import Trajectory
 from stepwell.trainer.config import OverlongBufferConfig
-from stepwell.trainer.trajectory_metrics import EXTRA, extra_of
+from stepwell.trainer.trajectory_metrics import mapping_in
 
 
 def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
@@ -24,11 +24,12 @@ def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
     return -config.penalty_factor * min(max(excess / config.len, 0.0), 1.0)
 
 
-def punished(trajectory: Trajectory, config: OverlongBufferConfig) -> Trajectory:
-    """A scored trajectory with the penalty on its last step and under `EXTRA`."""
+def punished(trajectory: Trajectory, config: OverlongBufferConfig, extra: str) -> Trajectory:
+    """A scored trajectory with the penalty on its last step and under `extra`."""
     *earlier, last = trajectory.steps
     penalty = overlong_penalty(sum(len(s.response_ids) for s in trajectory.steps), config)
     penalties = {"overlong_reward": penalty, "overlong": penalty < 0}
-    metadata = {**trajectory.metadata, EXTRA: {**extra_of(trajectory), **penalties}}
+    known = mapping_in(trajectory.metadata, extra)
+    metadata = {**trajectory.metadata, extra: {**known, **penalties}}
     steps = (*earlier, replace(last, reward=(last.reward or 0.0) + penalty))
     return replace(trajectory, steps=steps, metadata=metadata)

@@ -43,6 +43,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -148,21 +149,26 @@ class Harness:
         if harbor is not None and harbor.image is None:
             # Also if it is there: the builder's cache knows what of it has changed since.
             argv = [program, "build", "-t", image, str(harbor.task / "environment")]
-        if image not in self._images:
-            self._images[image] = asyncio.ensure_future(self._do(argv))
-        ended = await asyncio.shield(self._images[image])
+        if (pull := self._images.get(image)) is None:
+            pull = self._images[image] = asyncio.ensure_future(self._do(argv))
+            pull.add_done_callback(partial(self._pulled, image))
+        ended = await asyncio.shield(pull)
         if ended.how == "exited" and not ended.code and harbor is not None:
             there, name = shlex.quote(harbor.workdir), f"{FOLDER}{rollout.name}-image"
             copy = ["sh", "-c", f"[ ! -d {there} ] || cp -a {there}/. /stepwell/"]
             run = [program, "run", "--rm", "--name", name]
             argv = [*run, "--volume", f"{rollout.work}:/stepwell", image, *copy]
             ended = await self._do(argv, after=(program, "rm", "--force", name))
-        elif ended.how != "exited" or ended.code:
-            self._images.pop(image, None)  # the next rollout asks again
         if ended.how != "exited" or ended.code:
             raise InfrastructureError(
                 f"{program}: image {image}: {ended.how} {ended.code}: {ended.detail}"
             )
+
+    def _pulled(self, image: str, pull: asyncio.Task[Ended]) -> None:
+        """The next rollout asks again for an image that could not be had."""
+        failed = pull.cancelled() or pull.exception() is not None
+        if failed or pull.result().how != "exited" or pull.result().code:
+            self._images.pop(image, None)
 
     async def _do(self, argv: Sequence[str], after: Sequence[str] = ()) -> Ended:
         """The end of a command of the container's program; `detail` is its last line."""
@@ -684,7 +690,7 @@ def _finish(rollout: Rollout, logs: Path | None, most: int) -> None:
         if logs is not None and most:
             logs.mkdir(parents=True, exist_ok=True)
             text = rollout.log.read_bytes() if rollout.log.is_file() else b""
-            (logs / rollout.log.name).write_bytes(text + rollout.why.encode())
+            (logs / rollout.log.name).write_bytes(text + rollout.why.encode(errors="replace"))
             kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
             for old in kept[:-most]:
                 old.unlink(missing_ok=True)

@@ -44,6 +44,7 @@ from stepwell.trainer.reclaim import PRODUCER_GONE, live_groups, reclaim
 from stepwell.trainer.rollout.worker import CLOSED, COMPLETE, INFRASTRUCTURE, WorkerHandle
 from stepwell.trainer.sampling import SURPLUS, Pace
 from stepwell.trainer.scoring import MEANINGS
+from stepwell.trainer.trajectory_metrics import metadata_of_task
 
 log = logging.getLogger(__name__)
 
@@ -379,7 +380,7 @@ class Producer(GroupProducer):
             n,
             deadline_s=self._config.group_deadline_s,
             min_rollouts=min(min_n, n),
-            metadata={"task": about} | ({GREEDY: True} if self._greedy_in(channel) else {}),
+            metadata=metadata_of_task(about) | ({GREEDY: True} if self._greedy_in(channel) else {}),
             channel=channel,
         )
 

@@ -278,7 +278,9 @@ class RolloutWorker:
             # Without the rollout's own URL: the same failure of many rollouts is one reason.
             path = urlsplit(base_url).path or base_url
             text = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
-            reason = f"{type(e).__name__}: {text}"[:200]
+            # Nor half a character, which no gateway takes: the rollout would stay open.
+            reason = ": ".join(filter(None, (type(e).__name__, text)))[:200]
+            reason = reason.encode(errors="replace").decode()
             frame = traceback.extract_tb(e.__traceback__)[-1]
             if (place := (frame.filename, frame.lineno)) not in self._traced:
                 self._traced.add(place)

@@ -17,7 +17,7 @@ from stepwell.backends.slime.sample import SAMPLE, as_slime, put_back
 from stepwell.backends.slime.samples import Samples, not_trained, rollouts_of, to_samples
 from stepwell.datapool.types import Group
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import task_of
+from stepwell.trainer.trajectory_metrics import mapping_in, task_of
 
 
 class WholeSamples:
@@ -45,8 +45,8 @@ class WholeSamples:
                     sample.prompt = _prompt(task) or self._text(sample.tokens[:cut])
                     sample.response = self._text(sample.tokens[cut:])
                     sample.label = task.get("answer")
-                    sample.metadata = {**(task.get("metadata") or {}), **sample.metadata}
-                put_back(samples[-1], trajectory.metadata.get(SAMPLE, {}))
+                    sample.metadata = {**mapping_in(task, "metadata"), **sample.metadata}
+                put_back(samples[-1], mapping_in(trajectory.metadata, SAMPLE))
         return made
 
     def by_trajectory(self, groups: Sequence[Group]) -> list[list[Any]]:

@@ -346,6 +346,7 @@ class ToolSession:
         return dict(self._kwargs.get(name, {}).get(f"{stage}_kwargs") or {})
 
     def _cut(self, text: str) -> str:
+        text = text.encode(errors="replace").decode()  # half a character cannot be sent
         most = self._config.max_response_chars
         if len(text) <= most:
             return text

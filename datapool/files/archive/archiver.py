@@ -265,7 +265,10 @@ class Archive:
     def trim(self, now: float) -> list[str]:
         """Remove the files that are too old, and the oldest of too many bytes; their names."""
         gone: list[str] = []
-        known = sorted(self.catalogue.files().values(), key=lambda row: row["newest"])
+        newest: dict[str, float] = {}  # of both files of a name: one that has no row goes with it
+        for row in (files := self.catalogue.files().values()):
+            newest[row["name"]] = max(row["newest"], newest.get(row["name"], 0.0))
+        known = sorted(files, key=lambda row: (newest[row["name"]], row["kind"]))
         beside = {
             row["name"]: self.folder.picture_bytes(row["name"])
             for row in known
@@ -273,7 +276,7 @@ class Archive:
         }
         total = sum(row["n_bytes"] for row in known) + sum(beside.values())
         for row in known[:-1]:  # the newest stays: its name says what is archived
-            is_young = row["newest"] > now - self.settings.keep_s
+            is_young = newest[row["name"]] > now - self.settings.keep_s
             if is_young and total + self.catalogue.used_bytes() <= self.settings.max_bytes:
                 break
             total -= row["n_bytes"]

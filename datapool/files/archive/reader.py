@@ -20,7 +20,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime
 from itertools import accumulate
@@ -526,7 +526,8 @@ class ArchiveReader:
         """
         if not self.folder.exists() or not values:
             return []
-        meant = [tombstone(kind, value) for value in values]
+        newest = self._newest()  # the pool's clock may be ahead of this machine's
+        meant = [tombstone(kind, value, newest) for value in values]
         self.folder.add_tombstones(meant)
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
@@ -543,6 +544,16 @@ class ArchiveReader:
                 finally:
                     archive.close()
         return list(gone)
+
+    def _newest(self) -> float:
+        """Time at which the last trajectory that is here left its pool, by the pool's clock; 0.0:
+        there is none, or a catalogue cannot be read."""
+        newest = 0.0
+        with suppress(DamagedFileError):
+            for _, catalogue in self._catalogues():
+                (row,) = _query(catalogue, "SELECT max(time) AS newest FROM trajectories", ())
+                newest = max(newest, row["newest"] or 0.0)
+        return newest
 
     def check(self) -> list[str]:
         """Verify every file and catalogue; a line for each that is damaged. The catalogue is made

@@ -3,6 +3,7 @@ do no harm. Forms of the truth: PRIME and verl 0.9 (`verl/utils/reward_score/pri
 `sandbox_fusion`), MBPP's and HumanEval's cards; written anew."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -190,6 +191,24 @@ async def test_a_sandbox_that_cannot_be_had_is_a_missing_score(
     monkeypatch.undo()
     with pytest.raises(OSError, match="the sandbox did not start"):  # on a machine too busy for it
         await paid("x = 1", ["assert x"], limits={"wall_s": 0.001})
+
+
+async def test_a_machine_that_can_start_no_process_is_asked_again_whether_it_isolates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else all later programs would run without isolation, or none would."""
+    isolates = namespaces_work()
+    namespaces_work.cache_clear()
+
+    def no_memory(*argv: Any, **options: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", no_memory)
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            await paid("x = 1", ["assert x"])
+    assert namespaces_work() is isolates
+    assert (await paid("x = 1", ["assert x"]))["score"] == 1.0
 
 
 @pytest.mark.parametrize("truth", [None, "", {}, [], {"inputs": ["1"], "outputs": []}])

@@ -25,7 +25,8 @@ from stepwell.trainer.algorithms.advantages.base import (
 )
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
-from stepwell.trainer.trajectory_metrics import extra_of, task_of
+from stepwell.trainer.scoring import EXTRA
+from stepwell.trainer.trajectory_metrics import mapping_in, task_of
 
 
 def compute_advantages(
@@ -81,10 +82,8 @@ def compute_advantages(
             trajectory=unit_trajectory,
             group=np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
             greedy=[g.metadata.get(GREEDY_REWARD) for g in groups],
-            sources=[
-                str(task_of(g).get("data_source") or "") for g in groups for _ in g.trajectories
-            ],
-            parts=[extra_of(t) for g in groups for t in g.trajectories],
+            sources=[_source(g) for g in groups for _ in g.trajectories],
+            parts=[mapping_in(t.metadata, EXTRA) for g in groups for t in g.trajectories],
             values=None if values is None else _column("values", values, n_tokens)[starts],
             baselines=baselines,
             gamma=config.gamma,
@@ -99,6 +98,10 @@ def compute_advantages(
         targets[starts] = found.targets
     spread = {"advantage/mean": float(per_token.mean()), "advantage/std": float(per_token.std())}
     return Estimate(per_token, targets, found.baselines, {**found.metrics, **spread})
+
+
+def _source(group: Group) -> str:
+    return str(task_of(group).get("data_source") or "")
 
 
 def _step_rewards(groups: Sequence[Group]) -> list[float]:
