@@ -71,7 +71,7 @@ class EngineConfig(Section):
     streams on two busy cores, 1 took 12-47 % of the embedded engine's throughput, 4 at most 13 %.
     The first and the last token are sent at once whatever it is."""
     seed: int = Field(default=0, ge=0)
-    """Sampling seed of requests that bring none. Default `run.seed`."""
+    """Sampling seed of requests that bring none; the run's engine i adds i. Default `run.seed`."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """From launch to the first answer of `/health`, loading included."""
     hang_timeout_s: float = Field(default=120.0, gt=0)

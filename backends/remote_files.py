@@ -55,7 +55,7 @@ def fetch_files(url: str, suffix: str, key: str) -> list[RemoteFile]:
             raise FileNotFoundError(f"no *{suffix} there")
         copies = []
         for name in found:
-            folder = _cache(fs.unstrip_protocol(name), fs.ukey(name))
+            folder = _cache(fs.unstrip_protocol(name), _state(fs, name))
             copies.append(RemoteFile(fs.unstrip_protocol(name), _copy(fs, name, folder, "")))
         return copies
 
@@ -71,7 +71,7 @@ def fetch_folder(url: str, wanted: list[str], key: str) -> Path:
         names = [n for n in sorted(fs.find(path)) if any(fnmatch(Path(n).name, w) for w in wanted)]
         if not names:
             raise FileNotFoundError("no model there")
-        folder = _cache(url, *(f"{name} {fs.ukey(name)}" for name in names))
+        folder = _cache(url, *(f"{name} {_state(fs, name)}" for name in names))
         for name in names:
             _copy(fs, name, folder, os.path.dirname(name.removeprefix(path).strip("/")))
         return folder
@@ -82,6 +82,16 @@ def _open(url: str) -> tuple[Any, str]:
 
     fs, path = fsspec.core.url_to_fs(url)
     return fs, path
+
+
+def _state(fs: Any, name: str) -> str:
+    """Changes with the content of a file."""
+    key = str(fs.ukey(name))
+    if "https" in fs.protocol:  # its key is the address alone; redirected ones change by themselves
+        found = fs.info(name)
+        known = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified")
+        key = " ".join([key, *(f"{what}={found[what]}" for what in known if found.get(what))])
+    return key
 
 
 def _cache(*parts: str) -> Path:

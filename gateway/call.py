@@ -189,7 +189,11 @@ class Calls:
                     samples.append((trajectory, request, key, known))
             if self.limits.max_turns is not None:
                 self._check_turns(samples)
-            return [self._begin(*sample, dialect) for sample in samples]
+            begun = [self._begin(*sample, dialect) for sample in samples]
+            if n > 1:
+                for i, live in enumerate(begun):
+                    live.number = i % n
+            return begun
         finally:
             for trajectory in used:
                 trajectory.users -= 1
@@ -389,7 +393,7 @@ class Calls:
                     asked_at = time.perf_counter()
                     generation = await self.engine.generate(
                         live.prompt_ids,
-                        request.sampling,
+                        request.sampling.of_sample(live.number),
                         affinity=trajectory.uid,
                         on_tokens=live.on_tokens if request.stream else None,
                         pieces=request.pieces if request.is_kept else (),

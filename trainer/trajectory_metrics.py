@@ -131,8 +131,10 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _tool_calls(trajectory: Trajectory) -> list[int]:
-    """Calls of tools, for each LLM call that offered tools."""
-    return [s.metadata["tool_calls"] for s in trajectory.steps if "tool_calls" in s.metadata]
+    """Calls of tools, for each LLM call that offered tools: a number, as the gateway writes it.
+    Steps of others may have anything there."""
+    given = [s.metadata.get("tool_calls") for s in trajectory.steps]
+    return [n for n in given if isinstance(n, int)]
 
 
 def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
@@ -140,7 +142,8 @@ def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
     say it in the text, as `trainer/tools` does: no dialect has a field for it but Anthropic's,
     whose gateway writes it there."""
     for step in trajectory.steps:
-        for message in step.metadata.get("messages") or ():
+        messages = step.metadata.get("messages")
+        for message in messages if isinstance(messages, list | tuple) else ():
             if isinstance(message, Mapping) and message.get("role") == "tool":
                 yield str(message.get("content")).lstrip().lower().startswith("error")
 
@@ -152,4 +155,5 @@ def _tool_metrics(trajectory: Trajectory) -> Iterable[tuple[str, float]]:
         for call in calls if isinstance(calls, list | tuple) else ():
             for figure, value in call.items() if isinstance(call, Mapping) else ():
                 if isinstance(value, int | float):  # bool is an int
-                    yield f"{tool}/{figure}", float(value)
+                    with suppress(OverflowError):  # as of a reward's extras
+                        yield f"{tool}/{figure}", float(value)

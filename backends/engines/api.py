@@ -68,6 +68,13 @@ class Sampling(msgspec.Struct):
     constraint: tuple[str, str] | None = None
     """(kind, text): "json_schema", "regex", "ebnf" or "structural_tag"."""
 
+    def of_sample(self, number: int) -> Sampling:
+        """Those of one of several samples of a prompt: each has a seed of its own, as vLLM's."""
+        if self.seed is None or not number:
+            return self
+        seed = (self.seed + number + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, seed=seed)
+
 
 class PromptPictures(NamedTuple):
     """Pictures of a prompt, each a run of placeholders in its ids, and the way to their bytes."""

@@ -46,7 +46,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.api import CONTROL_TIMEOUT_S, LOAD_TIMEOUT_S, Engine
+from stepwell.backends.engines.api import (
+    CONTROL_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    Engine,
+    is_missing,
+)
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.commands import Launch
 from stepwell.backends.engines.kinds import command_line, connect
@@ -144,7 +149,8 @@ class Supervisor:
             self._stop.set()
             child = self._child
             if self.state == "new":
-                self.state = "stopped"
+                self.state, self._error = "stopped", EngineStartError("the engine was stopped")
+                self._settled.set()
         if child is not None:
             child.signal(signal.SIGTERM)
         if self._thread.is_alive():
@@ -318,8 +324,13 @@ class Supervisor:
         current = self._committed()
         try:
             served = self._ask(lambda engine: engine.state(), 30.0)
-        except EngineError:  # it died again
-            return self._is_running()
+        except EngineError as e:
+            if is_missing(e):  # `check_routes` tells the user
+                return self._is_running()
+            if self._is_running():  # paused: it would serve nothing
+                log.error("%s does not say its version; it is restarted: %s", self.url, e)
+                self._signal_kill()
+            return False
         if served.version is None:  # a part of a server over several nodes: the first one says it
             return self._is_running()
         is_current = served.version == current.version and not served.is_canary

@@ -95,11 +95,21 @@ def check_messages(messages: Sequence[Message]) -> dict[int, bool]:
         value = message.get(STEP_LOSS_MASK, 1)
         if value not in (0, 1):
             raise MaskError(f"messages[{index}]: {STEP_LOSS_MASK} is {value!r}; it is 0 or 1")
+        calls = message.get("tool_calls") or ()
+        if not isinstance(calls, list | tuple) or not all(map(_is_call, calls)):
+            raise MaskError(
+                f"messages[{index}]: tool_calls is {calls!r:.80}; it is a list of objects like "
+                '{"function": {"name": …, "arguments": …}}'
+            )
         if role == "assistant":
             with_loss[index] = bool(value)
     if not with_loss:
         raise MaskError(f"none of {len(messages)} messages is the assistant's; nothing has loss")
     return with_loss
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("function") or {}, Mapping)
 
 
 def for_template(message: Message) -> Message:

@@ -1,6 +1,6 @@
 """A directory with those tensors of a version that differ from the version before it.
 
-    .tmp-PID-delta-8/
+    .tmp-PID@MACHINE-delta8/
       model.safetensors   the tensors that changed, whole
       config.json
       delta.json          {"since": "7"}: complete only beside the weights of version 7

@@ -26,6 +26,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -62,7 +63,10 @@ HISTORY = ((3600, 86_400), (86_400, 7 * 86_400))
 hour for a day, one a day for a week."""
 Keep: TypeAlias = int | Literal["history"]
 _VERSION_DIR = re.compile(r"^v(\d+)$")
-_DRAFT = re.compile(r"^\.tmp-(\d+)-")
+_DRAFT = re.compile(r"^\.tmp-(\d+)@(.+)-[^-]+$")
+LEFT_S = 86_400.0
+"""Age of a draft of another machine at which nobody writes it any more: its processes are not seen
+here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +128,7 @@ class WeightStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = StoreLock(self.folder)
         for draft in self.folder.glob(".tmp-*"):
-            writer = _DRAFT.match(draft.name)
-            if writer is None or not psutil.pid_exists(int(writer[1])):  # it was killed
+            if _is_left(draft):
                 shutil.rmtree(draft, ignore_errors=True)
 
     def path(self, version: int) -> Path:
@@ -209,7 +212,7 @@ class WeightStore:
         """
         if version < 0:
             raise ValueError(f"version is {version}; versions count from 0")
-        draft = self.folder / f".tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        draft = self.folder / draft_name(uuid.uuid4().hex[:8])
         try:
             save(draft)
             if not draft.is_dir() or not any(draft.iterdir()):
@@ -229,7 +232,7 @@ class WeightStore:
     def discard(self, path: Path) -> None:
         """Remove a version that is not to be served; at once none is at `path`. No-op if it was
         removed before."""
-        doomed = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+        doomed = path.with_name(draft_name(path.name))
         with suppress(FileNotFoundError):
             path.rename(doomed)  # half removed it must not pass for a version
         shutil.rmtree(doomed, ignore_errors=True)
@@ -290,6 +293,35 @@ def kept_versions(written: Mapping[int, float], keep: Keep, now: float) -> set[i
                 newest[written[version] // every_s] = version
         kept.update(newest.values())
     return kept
+
+
+def draft_name(what: str) -> str:
+    """Name of a folder in a store that this process writes, or removes: no version.
+
+    Args:
+        what: without "-".
+    """
+    return f".tmp-{os.getpid()}@{_machine()}-{what}"
+
+
+def _machine() -> str:
+    """Host, and where there are some the namespace of processes: a container's have numbers of
+    their own."""
+    try:
+        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _is_left(draft: Path) -> bool:
+    """Return true if the writer of a draft was killed, as far as it can be told."""
+    writer = _DRAFT.match(draft.name)
+    if writer is not None and writer[2] == _machine():
+        return not psutil.pid_exists(int(writer[1]))
+    try:
+        return time.time() - draft.stat().st_mtime > LEFT_S
+    except FileNotFoundError:  # it is a version now
+        return False
 
 
 def _renamed(draft: Path, target: Path) -> bool:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -47,7 +46,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import BackendError, EngineError, EngineRequestError
 from stepwell.backends.weights.delta import write_delta
 from stepwell.backends.weights.digest import checkpoint_hashes
-from stepwell.backends.weights.store import Published
+from stepwell.backends.weights.store import Published, draft_name
 from stepwell.datapool.types import CANARY
 
 log = logging.getLogger(__name__)
@@ -170,10 +169,16 @@ class Delta(Disk):
         changed = [name for name, found in now.items() if before.get(name) != found]
         if before.keys() <= now.keys() and len(changed) < len(now):
             source = Path(update.path)
-            self._folder = source.with_name(f".tmp-{os.getpid()}-delta-{update.version}")
+            self._folder = source.with_name(draft_name(f"delta{update.version}"))
             shutil.rmtree(self._folder, ignore_errors=True)
-            write_delta(source, changed or [next(iter(now))], committed.version, self._folder)
-            self._since = committed.version
+            some = changed or [next(iter(now))]
+            try:
+                write_delta(source, some, committed.version, self._folder)
+            except (OSError, SafetensorError) as e:  # a full disk, on which the version is whole
+                log.warning("version %s goes whole: %s", update.name, e)
+                shutil.rmtree(self._folder, ignore_errors=True)
+            else:
+                self._since = committed.version
 
     async def send(self, update: Update, target: Target) -> None:
         has = target.before

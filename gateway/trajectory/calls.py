@@ -212,6 +212,8 @@ class LiveCall:
     """Another try of the request, which another gateway stored meanwhile."""
     duplicate_of: int | None = None
     """Step of that try, if this one's client was told otherwise already."""
+    number = 0
+    """Which sample of its prompt it is."""
     is_given_up = False
     """Its client waits no more, whoever takes the reply."""
 

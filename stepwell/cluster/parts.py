@@ -144,7 +144,11 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         configs = []
         for i in range(1 if engine_config.is_attached else config.cluster.engines):
             its = engine_config.model_copy(
-                update={"env": placement.engine_env(i) | engine_config.env}
+                update={
+                    "env": placement.engine_env(i) | engine_config.env,
+                    # The same seed would have them draw the same rollouts of a prompt.
+                    "seed": engine_config.seed + i,
+                }
             )
             configs.append(network.engine(its, gateway_config, placement.engine_ip(i)))
         urls = await _start_engines(config, configs, placement, here, stack, trains)

@@ -375,6 +375,14 @@ def test_what_follows_the_last_answer_is_left_out() -> None:
         (["hello"], r"messages\[0\] is 'hello'; it is an object with role"),
         ([{"role": "assistant", "content": "a"}], r"the chat template refuses messages\[:0\]"),
         ([*chat(("a", "b")), {"role": "user", "step_loss_mask": 2}], "step_loss_mask is 2"),
+        (
+            [*chat(("a", "b")), {"role": "assistant", "tool_calls": '[{"name": "add"}]'}],
+            r"messages\[2\]: tool_calls is '\[\{\"name\": \"add\"\}\]'; it is a list of objects",
+        ),
+        (
+            [*chat(("a", "b")), {"role": "assistant", "tool_calls": [{"function": "add"}]}],
+            r"messages\[2\]: tool_calls is \[\{'function': 'add'\}\]",
+        ),
     ],
 )
 def test_a_conversation_that_cannot_be_masked_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -158,12 +159,41 @@ def test_versions_that_cannot_be_pruned_undo_no_commit(
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    (tmp_path / f".tmp-{dead.pid}-0").mkdir()
+    writes = "import os, sys; from stepwell.backends.weights import WeightStore\n"
+    writes += "WeightStore(sys.argv[1]).write(1, lambda draft: (draft.mkdir(), os._exit(0)))"
+    subprocess.run([sys.executable, "-c", writes, str(tmp_path)], check=True)
+    assert len(list(tmp_path.iterdir())) == 1
     store = WeightStore(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert store.versions() == []
+
+
+def test_a_draft_of_another_machine_is_its_writers_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store on a shared disk: `stepwell rollback` opens it on one node while the trainer writes
+    on another."""
+
+    def elsewhere() -> None:
+        with monkeypatch.context() as there:
+            there.setattr("socket.gethostname", lambda: "another")
+            there.setattr("psutil.pid_exists", lambda pid: False)
+            WeightStore(tmp_path)
+
+    def writes(draft: Path) -> None:
+        save("1")(draft)
+        elsewhere()
+
+    store = WeightStore(tmp_path)
+    assert store.write(1, writes) == tmp_path / "v1"
+
+    def is_killed(draft: Path) -> None:
+        save("2")(draft)
+        os.utime(draft, (0, 0))
+        elsewhere()
+
+    with pytest.raises(ValueError, match="save wrote nothing"):
+        store.write(2, is_killed)
 
 
 def test_a_damaged_pointer_is_a_clear_error(tmp_path: Path) -> None:

@@ -763,6 +763,18 @@ async def test_n_samples_are_steps_of_one_prompt_and_any_of_them_goes_on(world: 
     world.check_exact()
 
 
+@pytest.mark.parametrize(
+    ("seed", "sent"), [(7, [7, 8, 9]), (2**63 - 2, [2**63 - 2, 2**63 - 1, -(2**63)])]
+)
+async def test_samples_of_a_seeded_call_are_drawn_with_a_seed_each(
+    world: Any, seed: int, sent: list[int]
+) -> None:
+    client = await world.client()
+    await client.chat.completions.create(model="m", messages=[user("hi")], n=3, seed=seed)
+    seeds = [r["sampling_params"]["sampling_seed"] for r in world.engine.requests]
+    assert sorted(seeds) == sorted(sent)
+
+
 async def test_samples_are_streamed_interleaved_by_index(world: Any) -> None:
     client = await world.client()
     gate = asyncio.Event()

@@ -334,6 +334,16 @@ async def asks(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
 
 
 @pytest.mark.long
+async def test_engines_of_a_run_draw_different_samples_of_one_prompt(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "cluster.engines=2", "run.seed=3")
+    async with start_cluster(config) as run:
+        sampling = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
+        engines: Any = run.engines
+        first, second = [await e.generate([5, 6, 7], sampling) for e in engines]
+    assert first["output_ids"] != second["output_ids"]
+
+
+@pytest.mark.long
 async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_path: Path) -> None:
 
     other = {"num_cpus": 1, "resources": {"other": 1}}

@@ -239,8 +239,18 @@ def test_gdpo_gives_each_part_of_the_reward_the_same_say() -> None:
     assert loud == pytest.approx(quiet, abs=1e-5)
     assert neither < loud
     assert advantages([group], "gdpo") == [0.0, 0.0, 0.0], "the reward itself is the same"
-    with pytest.raises(RewardError, match=r"'style', which is no number in the reward of 3 of 3"):
+    with pytest.raises(
+        RewardError, match=r"'style', which is no number within ±1e\+09 in the reward of 3 of 3"
+    ):
         advantages([group], "gdpo", adv_options={"reward_keys": ["style"]})
+    for broken in (math.nan, math.inf, 1e300, 10**400):
+        one = trajectory("t3", 0.5, **{EXTRA: {"loud": broken, "quiet": 0.0}})
+        with pytest.raises(RewardError, match=r"'loud', which is no number .* of 1 of 4"):
+            advantages(
+                [Group("p", (*group.trajectories, one))],
+                "gdpo",
+                adv_options={"reward_keys": ["loud", "quiet"]},
+            )
     with pytest.raises(ValidationError, match="2 numbers for 1 reward_keys"):
         AdvantageConfig.model_validate(
             {"adv_estimator": "gdpo", "adv_options": PARTS | {"reward_keys": ["loud"]}}

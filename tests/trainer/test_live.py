@@ -38,6 +38,7 @@ async def brings(
     newer: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     of_each: Mapping[str, Any] | None = None,
+    of_steps: Mapping[str, Any] | None = None,
 ) -> str:
     """A group, as an agents' service declares it; returns its prompt_uid.
 
@@ -45,13 +46,15 @@ async def brings(
         newer: the version that sampled the last token.
         metadata: the group's.
         of_each: the metadata of each of its trajectories.
+        of_steps: that of each of their Steps.
     """
     metadata = metadata or {"task": {"theirs": True}}
     uid = uuid.uuid4().hex[:8]
     spans = () if newer is None else (VersionSpan(version, 0, 1), VersionSpan(newer, 1, 2))
+    step = {"policy_version": version, "version_spans": spans, "metadata": dict(of_steps or {})}
     await pool.open_group(uid, len(rewards), channel=channel, metadata=dict(metadata))
     for i, reward in enumerate(rewards):
-        only = step_of(f"{uid}-{i}", uid, policy_version=version, version_spans=spans)
+        only = step_of(f"{uid}-{i}", uid, **step)
         await pool.submit_step(only, channel)
         await pool.complete_trajectory(f"{uid}-{i}", reward, channel, metadata=dict(of_each or {}))
     return uid
@@ -70,6 +73,21 @@ async def test_groups_that_come_by_themselves_are_trained_once_each(tmp_path: Pa
     assert [r["groups"] for r in records] == [2] * 4
     found = audit(tmp_path / "ledger.jsonl")
     assert (found.trained, found.doubled, found.in_flight) == (8, (), ())
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"tool_calls": [{"name": "add"}]}, {"tool_calls": "add"}, {"messages": 3}, {"messages": "hi"}],
+)
+async def test_steps_of_others_may_say_anything_of_tools_and_messages(
+    tmp_path: Path, metadata: dict[str, Any]
+) -> None:
+    async with small_run(live_config(tmp_path)) as run:
+        for _ in range(2):
+            await brings(run.pool, of_steps=metadata)
+        (record,) = await run.train(1)
+    assert "tool_calls/mean" not in record
+    assert record["reward/mean"] == 0.5
 
 
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import fsspec
@@ -63,6 +66,32 @@ def test_a_copy_is_used_until_the_file_changes(bucket: Any, cache: Path) -> None
     assert asked("memory://bucket/t.jsonl") == ["kept"]
     put(bucket, "t.jsonl", "new")
     assert asked("memory://bucket/t.jsonl") == ["new"]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_file_of_a_web_server_is_copied_again_when_it_changes(
+    bucket: Any, cache: Path, tmp_path: Path
+) -> None:
+    put(bucket, "old", "old")
+    put(bucket, "new", "another")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}/t.jsonl"
+        bucket.get_file("/bucket/old", str(tmp_path / "t.jsonl"))
+        assert asked(address) == asked(address) == ["old"]
+        assert len([*cache.glob("*/t.jsonl")]) == 1
+        bucket.get_file("/bucket/new", str(tmp_path / "t.jsonl"))
+        assert asked(address) == ["another"]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_ids_and_messages_name_the_address_not_the_copy(bucket: Any) -> None:

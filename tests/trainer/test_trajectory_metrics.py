@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,17 @@ def test_rewards_have_a_spread_and_a_mean_for_each_data_source() -> None:
     }
 
 
+def test_data_sources_need_not_be_texts() -> None:
+    sources: list[Any] = ["gsm8k", 3, ["a", "b"], 3]
+    groups = [sourced((turn(1, 1, reward=float(i)),), source=s) for i, s in enumerate(sources)]
+    metrics = trajectory_metrics(groups)
+    assert {k: v for k, v in metrics.items() if k.count("/") == 2} == {
+        "reward/gsm8k/mean": 0.0,
+        "reward/3/mean": 2.0,
+        "reward/['a', 'b']/mean": 2.0,
+    }
+
+
 def test_what_nothing_was_scored_of_has_no_reward() -> None:
     assert not [k for k in trajectory_metrics([sourced((turn(1, 1),))]) if "reward" in k]
     assert trajectory_metrics([]) == {}
@@ -90,3 +102,10 @@ def test_tools_are_told_of_where_the_model_was_offered_some() -> None:
     assert "tool_calls/mean" not in without
     assert "tool_errors" not in without
     assert tool_use(groups[2:]) is None
+
+
+def test_a_figure_of_a_tool_beyond_all_floats_is_none() -> None:
+    (only,) = sourced((turn(1, 1),)).trajectories
+    told = {"tool_metrics": {"search": [{"hits": 3, "size": 10**400}]}}
+    metrics = trajectory_metrics([group(replace(only, metadata=told))])
+    assert {k: v for k, v in metrics.items() if "tool" in k} == {"tool_metrics/search/hits": 3.0}

@@ -171,15 +171,15 @@ class GenerationLoop:
         """Answer everybody who waits on a loop that has ended."""
         message = f"the generation loop has ended ({self.failure!r})"
         error = EngineStoppedError(message)
-        for _, future in self._updates:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-        self._updates.clear()
         while True:
             try:
                 command = self._commands.get(block=False)
             except queue.Empty:
                 break
-            command()
+            command()  # which may be an update's, and then stands among the others
+        for _, future in self._updates:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self._updates.clear()
         self.scheduler.abort(None, message)
         self._announce()

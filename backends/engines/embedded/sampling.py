@@ -28,7 +28,11 @@ class Sampled:
 def sample(logits: Tensor, requests: Sequence[Request], generator: torch.Generator) -> Sampled:
     """Sample one token per row. `logits`: float32 [rows, vocab], overwritten."""
     device = logits.device
-    temperatures = torch.tensor([r.params.temperature for r in requests], device=device)
+    # Not infinite in float32: what has no probability would be NaN.
+    hottest = torch.finfo(torch.float32).max
+    temperatures = torch.tensor(
+        [min(r.params.temperature, hottest) for r in requests], device=device
+    )
     log_probs = torch.log_softmax(logits.div_(temperatures[:, None]), dim=-1)
     probs = log_probs.exp()
     filtered = [i for i, r in enumerate(requests) if r.params.filtered and not r.params.greedy]
@@ -72,7 +76,9 @@ def _filter(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Zero what top-k, top-p and min-p exclude, in SGLang's order: one sort serves all three."""
     ordered, index = probs.sort(dim=-1, descending=True)
     vocab = probs.shape[-1]
-    k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=probs.device)
+    k = torch.tensor(
+        [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params], device=probs.device
+    )
     top_p = torch.tensor([p.top_p for p in params], device=probs.device)
     min_p = torch.tensor([p.min_p for p in params], device=probs.device)
     before = ordered.cumsum(dim=-1) - ordered

@@ -16,7 +16,6 @@ Owns: the store, the expansion of placeholders. Does not own: the rules of pictu
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import threading
 from collections import OrderedDict
@@ -103,7 +102,7 @@ class PictureStore:
                     f"it is {image.width}x{image.height}, not on the model's grid of "
                     f"{processor.factor}; send canonical pictures"
                 )
-        except (PictureError, binascii.Error) as e:
+        except ValueError as e:  # ours, binascii's, and of text that is not ASCII
             raise PictureError(f"image_data[{i}]: {e}") from e
         n_tokens = image.width * image.height // processor.factor**2
         return StoredPicture(digest_of(image), _as_png(image, png), *image.size, n_tokens)
@@ -111,9 +110,11 @@ class PictureStore:
     def _add(self, picture: StoredPicture, salt: str) -> StoredPicture:
         key = (salt, picture.digest)
         with self._lock:
-            if key not in self._held:
+            if key in self._held:  # as it came first: another encoding has another size
+                picture = self._held[key]
+            else:
                 self._bytes += len(picture.png)
-            self._held[key] = picture
+                self._held[key] = picture
             self._held.move_to_end(key)
             while self._bytes > self._max_bytes and len(self._held) > 1:
                 _, gone = self._held.popitem(last=False)
@@ -142,9 +143,12 @@ class Vision:
         """`prompt_ids` has one placeholder for each picture.
 
         Raises:
-            PictureError: it has more or fewer.
+            PictureError: it has more or fewer, or what is no id.
         """
-        ids = np.asarray(prompt_ids, dtype=np.int64)
+        try:
+            ids = np.asarray(prompt_ids, dtype=np.int64)
+        except OverflowError as e:
+            raise PictureError("The input_ids hold values outside the vocabulary.") from e
         places = np.flatnonzero(ids == processor.placeholder_id)
         if len(places) != len(pictures):
             raise PictureError(

@@ -108,3 +108,26 @@ async def test_a_command_whose_caller_has_left_is_not_run_and_the_loop_goes_on(
     assert loop.alive
     assert not ran
     loop.stop()
+
+
+async def test_an_update_that_comes_during_the_step_that_fails_is_told(
+    loop: GenerationLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def fail(*, admit: bool = True) -> None:
+        entered.set()
+        leave.wait(10)
+        raise FloatingPointError("the model broke")
+
+    monkeypatch.setattr(loop.scheduler, "step", fail)
+    loop.start(asyncio.get_running_loop())
+    mine = request(5, asyncio.Event())
+    loop.scheduler.validate(mine)
+    loop.submit(mine)
+    await asyncio.to_thread(entered.wait, 10)
+    update = asyncio.create_task(loop.call(lambda s: None, is_update=True))
+    await asyncio.sleep(0)
+    leave.set()
+    with pytest.raises(EngineStoppedError, match="the model broke"):
+        await asyncio.wait_for(update, 10)

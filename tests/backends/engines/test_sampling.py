@@ -50,6 +50,7 @@ def test_temperature_sharpens_before_sampling() -> None:
     ("params", "allowed"),
     [
         ({"top_k": 2}, {0, 1}),
+        ({"top_k": 2**70}, {0, 1, 2, 3, 4}),
         ({"top_p": 0.65}, {0, 1}),
         ({"top_p": 0.75}, {0, 1, 2}),
         ({"min_p": 0.45}, {0, 1, 2}),
@@ -81,6 +82,7 @@ def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
     assert set(draw(logits, {}, 5000)) == {1, 3}
+    assert set(draw(logits, {"temperature": 1e300}, 5000)) == {1, 3}
 
 
 def test_unknown_and_unsupported_parameters_are_named() -> None:

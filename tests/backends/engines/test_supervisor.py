@@ -132,6 +132,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(1.0)
         stuck_at = {
             "does not continue": "/continue_generation",
+            "does not tell its version": "/model_info",
             "generates nothing": "/health_generate",
         }.get(os.environ["STUB"])
         self.send_response(500 if first and self.path == stuck_at else 200)
@@ -201,9 +202,10 @@ def test_an_engine_that_is_long_in_starting_is_given_up_too(
         supervisor.stop()
 
 
-def test_an_engine_that_does_not_continue_is_restarted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("behaviour", ["does not continue", "does not tell its version"])
+def test_an_engine_that_cannot_be_continued_is_restarted(tmp_path: Path, behaviour: str) -> None:
     """It would be up and serve nothing."""
-    supervisor = stub(tmp_path, "does not continue", tmp_path / "weights")
+    supervisor = stub(tmp_path, behaviour, tmp_path / "weights")
     try:
         supervisor.start()
         assert (supervisor.state, supervisor.restarts) == ("up", 1)
@@ -423,6 +425,22 @@ def test_a_missing_model_and_a_missing_package_are_named(
         match=r"package sglang is neither installed here nor in .*make install-sglang",
     ):
         Supervisor(config, tmp_path).start()
+
+
+def test_an_engine_that_was_stopped_before_its_start_is_not_waited_for(tmp_path: Path) -> None:
+    supervisor = stub(tmp_path, "lives")
+    supervisor.stop()
+    told: list[str] = []
+
+    def start() -> None:
+        with pytest.raises(EngineStartError, match="was stopped") as error:
+            supervisor.start()
+        told.append(str(error.value))
+
+    starting = threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(5)
+    assert told == ["the engine was stopped"]
 
 
 def test_stop_before_start_is_harmless(launch: Launch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import json
 import mmap
 import os
@@ -347,6 +348,23 @@ async def test_twenty_updates_of_a_few_tensors_and_a_missed_one_end_bit_equal(
     if await verified_by(client) == "checksum":
         (rank,) = await client.weight_hashes() or [{}]
         assert rank["checksums"].items() >= checkpoint_hashes(path, "auto").items()
+
+
+async def test_a_version_goes_whole_where_the_disk_takes_no_difference(
+    client: EngineClient, model_dirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, changed: Any, since: int, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("stepwell.backends.weights.transports.write_delta", full)
+    store, transport = WeightStore(tmp_path / "weights", keep=3), transport_of("delta")
+    for version in (1, 2):
+        path = store.write(version, lambda folder: shutil.copytree(model_dirs.new, folder))
+        await publish([client], path, version, "retract", store=store, transport=transport)
+    assert await client.weight_version() == 2
+    assert [path.name for path in store.folder.glob(".tmp-*")] == []
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ is batched, cut, reused or retracted; and no cache crosses from one picture or o
 from __future__ import annotations
 
 import base64
+import io
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from PIL import Image
 from transformers import AutoTokenizer
 
 from stepwell.backends.engines.embedded import scheduler as scheduler_module
@@ -258,6 +260,7 @@ def test_a_digest_that_is_not_held_under_this_key_is_asked_for(http: Any) -> Non
         ([], "1 placeholders (id 262) for 0 pictures"),
         (["", ""], "image_data[0]: the picture is not a readable PNG"),
         (["!"], "image_data[0]"),
+        (["é"], "image_data[0]"),
         ([base64.b64encode(png(57, 60)).decode()], "not on the model's grid of 28"),
     ],
 )
@@ -268,6 +271,27 @@ def test_image_data_that_does_not_fit_the_prompt_is_refused(
     answer = generate(client, engine.turn(40, engine.shown(0), 41)[0], images)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_an_id_of_no_vocabulary_is_refused_beside_a_picture(http: Any) -> None:
+    engine, client = http
+    image = base64.b64encode(engine.shown(0).png).decode()
+    answer = generate(client, [*engine.turn(40, engine.shown(0), 41)[0], 2**70], [image])
+    assert answer.status_code == 400
+    assert "outside the vocabulary" in answer.json()["error"]["message"]
+
+
+def test_a_picture_that_comes_in_another_encoding_counts_once(qwen2: Path) -> None:
+    engine = Engine(qwen2)
+    first, other = engine.shown(0), engine.shown(1)
+    plain = io.BytesIO()
+    Image.open(io.BytesIO(first.png)).save(plain, "PNG", compress_level=0)
+    again = base64.b64encode(plain.getvalue()).decode()
+    assert engine.store.take([again], "")[0].digest == first.digest
+    engine.store._max_bytes = len(first.png) + len(other.png)
+    engine.store.take([again], "")
+    for shown in (first, other):
+        assert engine.store.take([f"sha256:{shown.digest}"], "") == [shown]
 
 
 def test_the_store_forgets_what_was_used_longest_ago(qwen2: Path) -> None:

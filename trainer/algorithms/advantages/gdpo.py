@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 from pydantic import model_validator
 
+from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.trainer.algorithms.advantages.base import Array, Batch, Estimate, Estimator
 from stepwell.trainer.algorithms.advantages.group import grpo
 from stepwell.trainer.algorithms.options import Options
@@ -54,13 +55,13 @@ def gdpo(b: Batch, options: GdpoOptions) -> Estimate:
 
 def _part(b: Batch, key: str) -> Array:
     """The part of each trajectory's reward that is called `key`, [N]."""
-    missing = [part for part in b.parts if not isinstance(part.get(key), int | float)]
+    missing = [part for part in b.parts if not is_reward(part.get(key))]
     if missing or not b.parts:
+        has = ", ".join(map(repr, missing[0])) if missing else ""
         raise RewardError(
-            f"algorithm.adv_options.reward_keys names {key!r}, which is no number in the reward of "
-            f"{len(missing)} of {len(b.parts)} trajectories (one has: "
-            f"{', '.join(map(repr, missing[0])) if missing and missing[0] else 'none'}); return it "
-            "beside the score, in a dict, for all of them"
+            f"algorithm.adv_options.reward_keys names {key!r}, which is no number within "
+            f"±{MAX_REWARD:g} in the reward of {len(missing)} of {len(b.parts)} trajectories (one "
+            f"has: {has or 'none'}); return it beside the score, in a dict, for all of them"
         )
     return np.array([float(part[key]) for part in b.parts])
 
