@@ -342,6 +342,20 @@ async def test_a_session_that_returns_after_its_end_begins_another_trajectory(wo
     assert uids(world) == ["session-s1", "session-s1~2", "session-s1~2"]
 
 
+async def test_a_session_of_many_ends_goes_on_at_a_gateway_that_saw_none_of_them(
+    worlds: Any,
+) -> None:
+    world = await worlds()
+    client = await plain(world, **{"x-session-id": "s1"})
+    for _ in range(6):
+        await talk(client, [user("hi")])
+        await world.gateway.identities.close_idle(time.monotonic() + 1)
+    other = await worlds(pool=world.pool)
+    await talk(await plain(other, **{"x-session-id": "s1"}), [user("hi again")])
+    await talk(client, [user("and again")])
+    assert uids(world)[-3:] == ["session-s1~6", "session-s1~7", "session-s1~7"]
+
+
 async def test_nothing_of_closed_conversations_is_kept(world: Any) -> None:
     client = await plain(world)
     for i in range(5):
