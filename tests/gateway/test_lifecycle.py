@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import anthropic
+import numpy as np
 import openai
 import pytest
 
@@ -413,6 +414,18 @@ async def test_a_reward_function_may_run_a_loop_of_its_own(worlds: Any, http: Ht
 
 def _waiting_score(solution_str: str) -> float:
     return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, float(len(solution_str))))
+
+
+async def test_a_reward_functions_details_and_arguments_may_be_any(worlds: Any, http: Http) -> None:
+    world = await worlds(reward_fn=f"{__name__}:_detailed_score")
+    got = await http.post(world.url + "/compute_reward", function="f")
+    details = {"exact": True, "n": 3, "parts": [0.5], "big": str(2**80), "kinds": "{'f'}"}
+    assert got == (200, {"reward": 1.0, "details": details})
+
+
+def _detailed_score(function: str) -> dict[str, Any]:
+    details = {"exact": np.bool_(True), "n": np.int64(3), "parts": np.array([0.5])}
+    return {"score": np.float64(1), **details, "big": 2**80, "kinds": {function}}
 
 
 async def test_without_a_reward_function_the_endpoint_says_what_to_set(
