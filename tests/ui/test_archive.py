@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from stepwell.datapool.ops import AbortTrajectory
+from stepwell.datapool.types import Step
 from stepwell.gateway.ui import dashboard
 from tests.ui.demo import Demo, archive_all, demo, fill, in_order, show_picture
 
@@ -130,6 +131,28 @@ async def test_a_group_that_waits_to_be_archived_has_its_page(
     group = await ok(http, "group", prompt_uid="chain_sum/1002")
     assert group["trajectories"][0]["fate"] == "its group was dropped (too easy)"
     assert len(group["last"]) == 4
+
+
+async def test_an_archived_group_that_is_called_as_a_trajectory_has_its_page(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    """One rollout is called as its own group, another one as another group."""
+    for uid, prompt in (("task", "task"), ("task-2", "task"), ("chain_sum/1002", "other")):
+        step = Step(
+            prompt_ids=[1],
+            response_ids=[2],
+            trajectory_uid=uid,
+            prompt_uid=prompt,
+            rollout_log_probs=[-0.5],
+        )
+        await shown.pool.submit_steps([step])
+        await shown.pool.complete_trajectory(uid, 1.0)
+    for prompt in ("task", "other"):
+        await shown.pool.drop_group(prompt, "enough")
+    await archive_all(shown)
+    for prompt, n in (("task", 2), ("chain_sum/1002", 4), ("other", 1)):
+        group = await ok(http, "group", prompt_uid=prompt)
+        assert len(group["trajectories"]) == len(group["last"]) == n
 
 
 async def test_an_aborted_trajectory_has_its_page_without_an_archive(tmp_path: Path) -> None:
