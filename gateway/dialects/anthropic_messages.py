@@ -184,9 +184,12 @@ class AnthropicMessages(Dialect):
         tools = read.tools
         ignored += read.ignored
         choice, forced_tool = params.tool_choice, None
-        if choice.type in ("any", "tool"):
-            name = str(choice.name) if choice.type == "tool" else ""
-            forced_tool = must_call(tools, name, "tool_choice")
+        if choice.type == "any":
+            forced_tool = must_call(tools)
+        elif choice.type == "tool":
+            if not isinstance(choice.name, str):
+                raise wrong("tool_choice.name", choice.name, "send the name of a tool")
+            forced_tool = must_call(tools, choice.name, "tool_choice.name")
         system = [] if params.system in (None, []) else [_system(params.system, "system")]
         messages, prefill = _messages(items, known)
         if prefill and forced_tool is not None:

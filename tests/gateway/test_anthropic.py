@@ -627,6 +627,8 @@ async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only Claude knows its schema"),
         ({"tools": [CALC], "tool_choice": {"type": "x"}}, "tool_choice.type is 'x'"),
         ({"tools": [CALC], "tool_choice": {"type": "tool", "name": "no"}}, "'no'"),
+        ({"tools": [CALC], "tool_choice": {"type": "tool", "name": ""}}, "tool_choice.name is ''"),
+        ({"tools": [CALC], "tool_choice": {"type": "tool"}}, "tool_choice.name is None"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
         ({"thinking": {"type": "x"}}, "thinking.type is 'x'"),
         ({"thinking": {"type": "adaptive", "display": "x"}}, "thinking.display is 'x'"),

@@ -1096,6 +1096,17 @@ async def test_a_prescribed_call_that_fails_is_content_and_still_extended(world:
     world.check_exact()
 
 
+async def test_a_prescribed_call_names_a_tool(world: Any) -> None:
+    client = await world.client()
+    for name in ("", "other"):
+        choice: Any = {"type": "function", "function": {"name": name}}
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await client.chat.completions.create(
+                model="m", messages=[user("hi")], tools=[CALCULATOR], tool_choice=choice
+            )
+        assert refusal.value.param == "tool_choice.function.name"
+
+
 async def test_calls_cannot_be_prescribed_where_the_template_shows_none(worlds: Any) -> None:
     world: World = await worlds("no_tools")
     client = await world.client()
