@@ -232,6 +232,29 @@ async def test_what_is_deleted_by_the_gateway_is_deleted_from_the_archive_too(
     assert (await ok(http, "find", uid="chain_sum/1002:0"))["deleted"], "its group goes with it"
 
 
+ODD_MESSAGES = (5, "text", {"role": "user"}, [5], [{"role": "user", "content": {"x": 1}}])
+ODD_CALLS = {"role": "assistant", "content": "Two.", "tool_calls": 5}
+
+
+async def test_messages_of_any_shape_hold_up_neither_archive_nor_lists(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    for n, messages in enumerate((*ODD_MESSAGES, [ODD_CALLS])):
+        ids = {"prompt_ids": [1], "response_ids": [2], "rollout_log_probs": [-0.5]}
+        names = {"trajectory_uid": f"odd-{n}", "prompt_uid": f"odd-{n}"}
+        step = Step(**ids, **names, metadata={"messages": messages})  # type: ignore[arg-type]
+        await shown.pool.submit_steps([step])
+        await shown.pool.complete_trajectory(f"odd-{n}", 1.0)
+    listed = await ok(http, "trajectories")
+    assert "Two." in {row["last"] for row in listed["items"]}
+    for n in range(len(ODD_MESSAGES) + 1):
+        await shown.pool.drop_group(f"odd-{n}", "enough")
+    await archive_all(shown)
+    assert len((await ok(http, "archive", search="Two"))["items"]) == 1
+    for n in range(len(ODD_MESSAGES) + 1):
+        assert (await ok(http, "trajectory", trajectory_uid=f"odd-{n}"))["archived"]
+
+
 async def test_a_late_reward_is_shown_with_its_trajectory(
     shown: Demo, http: httpx.AsyncClient
 ) -> None:
