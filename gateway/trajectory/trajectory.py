@@ -108,6 +108,8 @@ class LiveTrajectory:
         in it, and closed when it has had no call for long."""
         self.peer: Peer = None
         """The connection that its last first request came over."""
+        self.is_session = False
+        """It has the name of its session, which may have ended at another gateway, or before."""
         self.places: list[Place] = []
         """Its own in `Conversations`."""
         self._conversations = conversations
@@ -459,6 +461,8 @@ class LiveTrajectory:
         if owner is not None:
             about[OWNER] = owner
         if self.group is not None and not self._opened:
+            if self.is_session:
+                await self._check_not_over(self.group)
             await self._declare(self.group, owner)
         resumed = await self._pool_access.ask(
             self._pool.resume_trajectory(
@@ -516,6 +520,21 @@ class LiveTrajectory:
     def _add_place(self, place: Place) -> None:
         self._conversations.add(place, self.uid)
         self.places.append(place)
+
+    async def _check_not_over(self, group: Group) -> None:
+        """Check that no trajectory of this name is closed; else `group` is left to others.
+
+        Raises:
+            TrajectoryClosedError
+        """
+        try:
+            await self._pool_access.ask(self._pool.why_closed(self.uid, self.channel))
+        except UnknownTrajectoryError:
+            return
+        group.joined -= 1
+        self.group = None
+        self._close("closed before in the DataPool")
+        self.check_open()
 
     async def _declare(self, group: Group, owner: str | None) -> None:
         """Let the pool close the group of this conversation by itself."""

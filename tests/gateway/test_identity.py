@@ -356,6 +356,26 @@ async def test_a_session_of_many_ends_goes_on_at_a_gateway_that_saw_none_of_them
     assert uids(world)[-3:] == ["session-s1~6", "session-s1~7", "session-s1~7"]
 
 
+@pytest.mark.parametrize("headers", [{}, {"x-prompt-uid": "team"}])
+async def test_a_session_that_goes_on_elsewhere_ends_and_opens_no_group_of_others(
+    worlds: Any, headers: dict[str, str]
+) -> None:
+    options: Any = {"groups": {"form": "first_prompt", "n": 8}}
+    world = await worlds(**options)
+    client = await plain(world, **{"x-session-id": "s1", **headers})
+    for _ in range(3):
+        await talk(client, [user("hi")])
+        await world.gateway.identities.close_idle(time.monotonic() + 1)
+    other = await worlds(pool=world.pool, **options)
+    for session in ("s2", "s1", "s3"):
+        await talk(await plain(other, **{"x-session-id": session, **headers}), [user("hi")])
+    steps = world.stored()[3:]
+    assert [s.trajectory_uid for s in steps] == ["session-s2", "session-s1~4", "session-s3"]
+    assert len({s.prompt_uid for s in steps}) == 1
+    groups = (await world.pool.list_groups("train")).items
+    assert {s.prompt_uid for s in world.stored()} == {group.prompt_uid for group in groups}
+
+
 async def test_nothing_of_closed_conversations_is_kept(world: Any) -> None:
     client = await plain(world)
     for i in range(5):
