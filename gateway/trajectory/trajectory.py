@@ -460,9 +460,9 @@ class LiveTrajectory:
         about = dict(metadata or {})
         if owner is not None:
             about[OWNER] = owner
+        if self.group is not None and self.is_session and not self._opened:
+            await self._find_session(self.group)
         if self.group is not None and not self._opened:
-            if self.is_session:
-                await self._check_not_over(self.group)
             await self._declare(self.group, owner)
         resumed = await self._pool_access.ask(
             self._pool.resume_trajectory(
@@ -521,20 +521,28 @@ class LiveTrajectory:
         self._conversations.add(place, self.uid)
         self.places.append(place)
 
-    async def _check_not_over(self, group: Group) -> None:
-        """Check that no trajectory of this name is closed; else `group` is left to others.
+    async def _find_session(self, group: Group) -> None:
+        """Look for the session where it may have begun, at another gateway or before a restart. If
+        the pool knows it, it goes on in its own group and leaves `group` to others.
 
         Raises:
-            TrajectoryClosedError
+            TrajectoryClosedError: it has ended.
         """
-        try:
-            await self._pool_access.ask(self._pool.why_closed(self.uid, self.channel))
-        except UnknownTrajectoryError:
-            return
+        ask, pool = self._pool_access.ask, self._pool
+        listed = await ask(pool.list_trajectories(self.channel, trajectory_uid=self.uid))
+        found = next((row for row in listed.items if row.state == "open"), None)
+        if found is None:
+            try:
+                await ask(pool.why_closed(self.uid, self.channel))
+            except UnknownTrajectoryError:
+                return
         group.joined -= 1
         self.group = None
-        self._close("closed before in the DataPool")
-        self.check_open()
+        if found is None:
+            self._close("closed before in the DataPool")
+            self.check_open()
+        else:
+            self.prompt_uid = found.prompt_uid
 
     async def _declare(self, group: Group, owner: str | None) -> None:
         """Let the pool close the group of this conversation by itself."""

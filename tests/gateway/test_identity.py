@@ -376,6 +376,20 @@ async def test_a_session_that_goes_on_elsewhere_ends_and_opens_no_group_of_other
     assert {s.prompt_uid for s in world.stored()} == {group.prompt_uid for group in groups}
 
 
+@pytest.mark.parametrize("form", ["first_prompt", "single"])
+async def test_a_session_goes_on_in_its_group_at_another_gateway(worlds: Any, form: str) -> None:
+    options: Any = {"groups": {"form": form, "n": 8}}
+    world = await worlds(**options)
+    client = await plain(world, **{"x-session-id": "s1"})
+    messages = [*await talk(client, [user("hi")]), user("go on")]
+    other = await worlds(pool=world.pool, **options)
+    await talk(await plain(other, **{"x-session-id": "s1"}), messages)
+    first, second = world.stored()
+    assert (second.trajectory_uid, second.prompt_uid) == (first.trajectory_uid, first.prompt_uid)
+    assert (second.step_index, second.parent_index) == (1, 0)
+    assert len((await world.pool.list_groups("train")).items) == 1
+
+
 async def test_nothing_of_closed_conversations_is_kept(world: Any) -> None:
     client = await plain(world)
     for i in range(5):
