@@ -232,7 +232,9 @@ class Identities:
             if trajectory.in_flight or trajectory.last_used >= before:
                 continue
             try:
-                if trajectory.caller is not None:
+                if trajectory.caller is not None and await trajectory.went_on_elsewhere():
+                    trajectory.last_used = time.monotonic()
+                elif trajectory.caller is not None:
                     await trajectory.complete(None, {"closed_by": "idle"})
                     n_completed += 1
                 elif trajectory.unrecorded is not None:

@@ -207,6 +207,21 @@ class LiveTrajectory:
             asking = self._open(again=True)
             await (self._unless_given_up(asking) if self._may_give_up else asking)
 
+    async def went_on_elsewhere(self) -> bool:
+        """Return true if another gateway stored Steps of it since, which are read then.
+
+        Raises:
+            TrajectoryClosedError: closed meanwhile.
+        """
+        if self.unrecorded is not None or not self._opened:
+            return False
+        listing = self._pool.list_trajectories(self.channel, trajectory_uid=self.uid)
+        listed = await self._pool_access.ask(listing)
+        if all(row.n_steps + row.n_missing <= self.steps for row in listed.items):
+            return False
+        await self.catch_up()
+        return True
+
     def append(
         self,
         live: LiveCall,

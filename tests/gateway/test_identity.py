@@ -390,6 +390,21 @@ async def test_a_session_goes_on_in_its_group_at_another_gateway(worlds: Any, fo
     assert len((await world.pool.list_groups("train")).items) == 1
 
 
+async def test_a_session_that_went_on_at_another_gateway_is_not_idle_at_the_first(
+    worlds: Any,
+) -> None:
+    world = await worlds()
+    messages = await talk(await plain(world, **{"x-session-id": "s1"}), [user("hi")])
+    other = await worlds(pool=world.pool)
+    client = await plain(other, **{"x-session-id": "s1"})
+    identities = world.gateway.identities
+    for _ in range(2):
+        messages = await talk(client, [*messages, user("go on")])
+        assert await identities.close_idle(time.monotonic() + 1) == 0
+    assert uids(world) == ["session-s1"] * 3
+    assert await identities.close_idle(time.monotonic() + 1) == 1
+
+
 async def test_nothing_of_closed_conversations_is_kept(world: Any) -> None:
     client = await plain(world)
     for i in range(5):
