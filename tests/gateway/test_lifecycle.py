@@ -227,6 +227,17 @@ async def test_steps_are_rewarded_with_the_completion(world: Any, http: Http) ->
     assert trajectory.reward == 1.25
 
 
+async def test_a_completion_that_is_refused_changes_no_reward(world: Any, http: Http) -> None:
+    await ask(await world.client())
+    url = world.base_url() + "/v1/complete_trajectory"
+    await http.post(url, reward=1.0, step_rewards=[0.5])
+    by_name = {"trajectory_uid": "t1", "reward": 2.0, "step_rewards": [3.0]}
+    assert (await http.post(url, reward=2.0, step_rewards=[3.0]))[0] == 410
+    assert (await http.post(world.url + "/v1/complete_trajectory", **by_name))[0] == 409
+    [trajectory] = (await world.pool.lease_batch(1)).groups[0].trajectories
+    assert trajectory.reward == 1.5
+
+
 async def test_completing_without_a_call_aborts_with_a_reason(world: Any, http: Http) -> None:
     status, got = await http.post(world.base_url() + "/v1/complete_trajectory", reward=1.0)
     assert (status, got["outcome"]) == (200, "aborted")
