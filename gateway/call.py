@@ -86,8 +86,9 @@ from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 
 log = logging.getLogger(__name__)
 
-MAX_BEGINNINGS = 4
-"""Trajectories that a conversation may find closed as it begins, one after the other."""
+MAX_BEGINNINGS = 1000
+"""Trajectories that a conversation may find closed as it begins, one after the other: a session has
+one more after each pause, and a gateway that was not there asks the pool for each."""
 GREEDY_BELOW = 1e-6
 """Temperature below which engines take the likeliest token, with its log-prob at temperature 1."""
 REMEMBERED_TIMES = 4096

@@ -135,12 +135,18 @@ class PoolAccess:
             StepIndexError: there are more rewards than steps; nothing is closed.
             NotOwnerError: it has another owner.
         """
-        for index in reversed(range(len(step_rewards))):  # a step that is not there is told first
-            if (own := step_rewards[index]) is not None:
-                await self.pool.set_reward(uid, own, step_index=index, channel=channel, owner=owner)
-        return await self.pool.complete_trajectory(
-            uid, reward=reward, metadata=dict(metadata), channel=channel, owner=owner
-        )
+        how: dict[str, Any] = {"reward": reward, "metadata": dict(metadata)}
+        how |= {"channel": channel, "owner": owner}
+        given = {i: own for i, own in enumerate(step_rewards) if own is not None}
+        if given:
+            listed = await self.pool.list_trajectories(channel, trajectory_uid=uid)
+            if any(row.state != "open" for row in listed.items):
+                # Refused if it was closed otherwise: no reward is to be changed then.
+                await self.pool.complete_trajectory(uid, **how)
+        for index in reversed(given):  # a step that is not there is told first
+            own = given[index]
+            await self.pool.set_reward(uid, own, step_index=index, channel=channel, owner=owner)
+        return await self.pool.complete_trajectory(uid, **how)
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:

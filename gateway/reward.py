@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import orjson
+
 from stepwell.datapool.own_loop import with_own_loop
 from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.gateway.errors import GatewayError, RequestError
@@ -25,7 +27,7 @@ class RewardError(GatewayError, RuntimeError, code="reward_failed"):
 
 
 async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"reward": number | None, "details": {…}}`.
+    """`{"reward": number | None, "details": {…}}`. Details, NumPy's too, are JSON.
 
     Raises:
         RequestError: the fields do not fit the function.
@@ -39,13 +41,13 @@ async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[
         if inspect.iscoroutinefunction(function):
             result = await function(**fields)
         else:
-            result = await asyncio.to_thread(lambda: with_own_loop(function, **fields))
+            result = await asyncio.to_thread(with_own_loop, lambda: function(**fields))
     except Exception as e:  # foreign code: any failure is a missing score, never 0
         raise RewardError(f"gateway.reward_fn failed ({type(e).__name__}: {e!s:.200})") from e
     details: dict[str, Any] = {}
     reward = result
     if isinstance(result, Mapping):
-        details = {k: v for k, v in result.items() if k != "score"}
+        details = {str(k): _detail(v) for k, v in result.items() if k != "score"}
         reward = result.get("score")
     if reward is not None:
         if not is_reward(reward):
@@ -55,3 +57,12 @@ async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[
             )
         reward = float(reward)
     return {"reward": reward, "details": details}
+
+
+def _detail(value: Any) -> Any:
+    """A detail as JSON; as text where it is none: what is said beside a score does not cost it."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.Fragment(orjson.dumps(value, option=options))
+    except TypeError:
+        return ascii(value)

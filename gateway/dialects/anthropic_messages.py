@@ -1,6 +1,6 @@
 """Anthropic Messages: request → `ChatRequest`, `Reply` → JSON or server-sent events.
 
-    system, messages ──► neutral messages     a tool_result becomes a tool message, in wire order
+    system, messages ──► neutral messages     a tool_result becomes a tool message, in call order
     last assistant message ──► prefill        the reply goes on from its text
     deltas ──► content blocks (`anthropic_answer.py`) ──► events, or a whole `Message`
 
@@ -57,7 +57,14 @@ from stepwell.gateway.dialects.params import (
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
-from stepwell.gateway.tokens.messages import AssistantTurn, Message, Tool, Tools, content_of
+from stepwell.gateway.tokens.messages import (
+    AssistantTurn,
+    Message,
+    Tool,
+    Tools,
+    content_of,
+    in_call_order,
+)
 from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
@@ -184,9 +191,12 @@ class AnthropicMessages(Dialect):
         tools = read.tools
         ignored += read.ignored
         choice, forced_tool = params.tool_choice, None
-        if choice.type in ("any", "tool"):
-            name = str(choice.name) if choice.type == "tool" else ""
-            forced_tool = must_call(tools, name, "tool_choice")
+        if choice.type == "any":
+            forced_tool = must_call(tools)
+        elif choice.type == "tool":
+            if not isinstance(choice.name, str):
+                raise wrong("tool_choice.name", choice.name, "send the name of a tool")
+            forced_tool = must_call(tools, choice.name, "tool_choice.name")
         system = [] if params.system in (None, []) else [_system(params.system, "system")]
         messages, prefill = _messages(items, known)
         if prefill and forced_tool is not None:
@@ -426,8 +436,9 @@ def _messages(sent: list[Any], known: Known) -> tuple[list[Message], str]:
             raise wrong(f"{where}.role", role, "send user, assistant or system")
     if turn is None:
         known.cut(len(sent), len(messages))
-        return messages, ""
+        return in_call_order(messages), ""
     turn.end()
+    messages = in_call_order(messages)
     return messages[:-1], _prefill(messages, f"messages[{known.place(len(sent) - 1)}]")
 
 

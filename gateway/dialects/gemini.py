@@ -203,8 +203,8 @@ class ToolConfig(Fields):
                 raise wrong(f"{where}.allowedFunctionNames", list(allowed), remedy)
         if calling.mode != "ANY":
             return None
-        name = allowed[0] if len(set(allowed)) == 1 else ""
-        return must_call(tools, name, f"{where}.mode")
+        only = allowed[0] if len(set(allowed)) == 1 else None
+        return must_call(tools, only, f"{where}.mode")
 
 
 _CALLING = "toolConfig.functionCallingConfig"

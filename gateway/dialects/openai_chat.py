@@ -53,7 +53,14 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import NO_TOOLS, Message, Tool, Tools, content_of
+from stepwell.gateway.tokens.messages import (
+    NO_TOOLS,
+    Message,
+    Tool,
+    Tools,
+    content_of,
+    in_call_order,
+)
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.calls import LiveCall, SampledToken
 
@@ -258,7 +265,7 @@ class OpenAIChat(Dialect):
         if (effort := params.reasoning_effort) is not None:
             told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
             template_args = told | template_args
-        messages = [_message(m, known.place(i), known) for i, m in enumerate(items)]
+        messages = in_call_order([_message(m, known.place(i), known) for i, m in enumerate(items)])
         prefill = ""
         if params.continue_final_message or params.add_generation_prompt is not None:
             prefill = _continued(messages, params, known, forced_tool)

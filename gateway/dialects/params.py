@@ -215,24 +215,25 @@ def json_constraint(
     return "json_schema", json.dumps(schema)
 
 
-def must_call(tools: Sequence[Tool], name: str = "", where: str = "tool_choice") -> str:
+def must_call(tools: Sequence[Tool], name: str | None = None, where: str = "tool_choice") -> str:
     """The tool that the reply has to call ("" is any).
 
     Args:
+        name: None: any.
         where: the path of `name`.
 
     Raises:
         RequestError: it is none of them.
     """
     names = [tool["function"]["name"] for tool in tools]
-    if name and name not in names:
+    if name is not None and (not name or name not in names):
         raise wrong(where, name, f"name one of the tools that the model can call: {names!s:.300}")
     if not names:
         raise RequestError(
             f"{where} asks for a call, but there is no tool that the model can call; send some",
             where,
         )
-    return name
+    return name or ""
 
 
 def effort_args(

@@ -110,11 +110,8 @@ def _parameters(name: str, tools: Sequence[Tool] | None) -> Mapping[str, Any]:
 def _typed(text: str, schema: Any) -> Any:
     """`text` as its schema wants it: a string unless it says otherwise. Templates write other
     values as JSON or as Python does (True, None)."""
-    kind = schema.get("type") if isinstance(schema, dict) else "string"
-    kinds = kind if isinstance(kind, list) else [kind]
-    if kind is None:  # anyOf and the like
-        kinds = ["string", "other"]
-    if kinds == ["string"]:
+    kinds = _kinds(schema) if isinstance(schema, dict) else {"string"}
+    if kinds == {"string"}:
         return text
     try:
         value = strict_json(text)
@@ -124,7 +121,36 @@ def _typed(text: str, schema: Any) -> Any:
             json.dumps(value, allow_nan=False)
         except (*_UNREADABLE, TypeError, SyntaxError, MemoryError):
             return text
-    return text if isinstance(value, str) and "string" in kinds else value
+    if kinds is None:
+        return text if isinstance(value, str) else value
+    # A string may read as a value of another kind: text of a JSON file.
+    return value if "string" not in kinds or kinds & _KINDS[type(value)] - {"string"} else text
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str] | None:
+    """JSON types that a schema allows; None: not known."""
+    if isinstance(named := schema.get("type"), str | list):
+        return {named} if isinstance(named, str) else {*map(str, named)}
+    if isinstance(values := schema.get("enum"), list):
+        return {kind for value in values for kind in _KINDS[type(value)]}
+    for name in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(name), list):
+            found = [_kinds(each) if isinstance(each, dict) else None for each in options]
+            return None if None in found else {kind for each in found for kind in each or ()}
+    return None
+
+
+_KINDS: Mapping[type, frozenset[str]] = {
+    bool: frozenset(("boolean",)),
+    int: frozenset(("integer", "number")),
+    float: frozenset(("number",)),
+    str: frozenset(("string",)),
+    type(None): frozenset(("null",)),
+    list: frozenset(("array",)),
+    tuple: frozenset(("array",)),
+    dict: frozenset(("object",)),
+}
+"""JSON types of the values that JSON and Python's literals make."""
 
 
 class ObjectScanner:

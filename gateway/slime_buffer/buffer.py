@@ -207,9 +207,13 @@ class RolloutBuffer:
                     return None
                 size = size * 3 // 4  # an undeclared group counts there with fewer rollouts
                 continue
+            refused: list[tuple[Group, str]] = []
             try:
-                refused = [(g, why) for g in lease.groups if (why := await self._refusal(g))]
+                for group in lease.groups:
+                    if (why := await self._refusal(group)) is not None:
+                        refused.append((group, why))
             except BaseException:  # the consumer may have left, too
+                self._skip_again(refused)
                 self.give_back(lease)
                 raise
             if not refused:
@@ -272,8 +276,12 @@ class RolloutBuffer:
             instance_id = group.prompt_uid
         return Served(group, instance_id, _scored(group)[: self._n_repeats(group)])
 
-    async def _drop(self, refused: Iterable[tuple[Group, str]]) -> None:
-        for group, reason in refused:
+    def _skip_again(self, refused: Iterable[tuple[Group, str]]) -> None:
+        """Groups that are to be skipped may come again: it is not known that they were dropped."""
+        self._skip.update(group.prompt_uid for group, reason in refused if reason == SKIPPED)
+
+    async def _drop(self, refused: Sequence[tuple[Group, str]]) -> None:
+        for i, (group, reason) in enumerate(refused):
             try:
                 await self._ask(
                     self._pool.drop_group(group.prompt_uid, reason, channel=self._config.channel)
@@ -283,6 +291,9 @@ class RolloutBuffer:
                 if reason == SKIPPED:
                     self._skip[str(instance_of(group))] += 1
                 continue
+            except BaseException:
+                self._skip_again(refused[i:])
+                raise
             self._dropped[reason] += 1
             if reason == UNSCORED:
                 log.warning(

@@ -39,7 +39,8 @@ class RolloutProcess:
     def __init__(self) -> None:
         self.state = "none"
         """`none` (never started), `running`, `finished`, `stopped` or `failed (why)`."""
-        self._started: tuple[str, Mapping[str, Any]] | None = None
+        self._started = b""
+        """Path and payload of the generator, as JSON: 1 and true are two payloads."""
         self._child: Child[asyncio.subprocess.Process] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -50,7 +51,8 @@ class RolloutProcess:
             await self._start(generator, payload, key)
 
     async def _start(self, generator: Generator, payload: Mapping[str, Any], key: str) -> None:
-        if self.state == "running" and self._started == (generator.path, payload):
+        started = orjson.dumps([generator.path, payload], option=orjson.OPT_SORT_KEYS)
+        if self.state == "running" and self._started == started:
             return
         await self.stop()
         read, write = os.pipe()
@@ -68,10 +70,10 @@ class RolloutProcess:
             raise
         finally:
             os.close(write)
-        self._started, self.state = (generator.path, payload), "running"
+        self._started, self.state = started, "running"
         self._watch = asyncio.create_task(self._watched(child, read))
         if (stdin := child.process.stdin) is not None:
-            stdin.write(orjson.dumps([generator.path, payload]))
+            stdin.write(started)
             with contextlib.suppress(ConnectionError):  # it died: `_watched` says so
                 await stdin.drain()
             stdin.close()

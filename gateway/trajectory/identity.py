@@ -126,10 +126,10 @@ class Identities:
             trajectory.check_owner(origin.caller)
         if trajectory is not None and trajectory.caller is None:
             return trajectory  # it was opened by its URL, and is its opener's to complete
-        uid = first = None
+        uid = first = session = None
         if trajectory is None:
-            uid = self._session_uid(headers, origin.caller)
-            uid = uid or self._conversations.extended(call, caller)
+            session = self._session_uid(headers, origin.caller)
+            uid = session or self._conversations.extended(call, caller)
             if uid is None:
                 first = retry.first_digest
                 uid = self._begun_by(first, retry, caller, origin.peer)
@@ -144,6 +144,7 @@ class Identities:
             if identity is None:
                 return self._trajectories.unrecorded("undeclared", origin.caller)
             trajectory = self._trajectories.begin(identity)
+            trajectory.is_session = session is not None
         trajectory.caller = caller
         if first is not None:
             trajectory.begun_by(first, origin.peer)
@@ -231,7 +232,9 @@ class Identities:
             if trajectory.in_flight or trajectory.last_used >= before:
                 continue
             try:
-                if trajectory.caller is not None:
+                if trajectory.caller is not None and await trajectory.went_on_elsewhere():
+                    trajectory.last_used = time.monotonic()
+                elif trajectory.caller is not None:
                     await trajectory.complete(None, {"closed_by": "idle"})
                     n_completed += 1
                 elif trajectory.unrecorded is not None:

@@ -108,6 +108,8 @@ class LiveTrajectory:
         in it, and closed when it has had no call for long."""
         self.peer: Peer = None
         """The connection that its last first request came over."""
+        self.is_session = False
+        """It has the name of its session, which may have ended at another gateway, or before."""
         self.places: list[Place] = []
         """Its own in `Conversations`."""
         self._conversations = conversations
@@ -204,6 +206,21 @@ class LiveTrajectory:
         if self.unrecorded is None:
             asking = self._open(again=True)
             await (self._unless_given_up(asking) if self._may_give_up else asking)
+
+    async def went_on_elsewhere(self) -> bool:
+        """Return true if another gateway stored Steps of it since, which are read then.
+
+        Raises:
+            TrajectoryClosedError: closed meanwhile.
+        """
+        if self.unrecorded is not None or not self._opened:
+            return False
+        listing = self._pool.list_trajectories(self.channel, trajectory_uid=self.uid)
+        listed = await self._pool_access.ask(listing)
+        if all(row.n_steps + row.n_missing <= self.steps for row in listed.items):
+            return False
+        await self.catch_up()
+        return True
 
     def append(
         self,
@@ -458,6 +475,8 @@ class LiveTrajectory:
         about = dict(metadata or {})
         if owner is not None:
             about[OWNER] = owner
+        if self.group is not None and self.is_session and not self._opened:
+            await self._find_session(self.group)
         if self.group is not None and not self._opened:
             await self._declare(self.group, owner)
         resumed = await self._pool_access.ask(
@@ -516,6 +535,29 @@ class LiveTrajectory:
     def _add_place(self, place: Place) -> None:
         self._conversations.add(place, self.uid)
         self.places.append(place)
+
+    async def _find_session(self, group: Group) -> None:
+        """Look for the session where it may have begun, at another gateway or before a restart. If
+        the pool knows it, it goes on in its own group and leaves `group` to others.
+
+        Raises:
+            TrajectoryClosedError: it has ended.
+        """
+        ask, pool = self._pool_access.ask, self._pool
+        listed = await ask(pool.list_trajectories(self.channel, trajectory_uid=self.uid))
+        found = next((row for row in listed.items if row.state == "open"), None)
+        if found is None:
+            try:
+                await ask(pool.why_closed(self.uid, self.channel))
+            except UnknownTrajectoryError:
+                return
+        group.joined -= 1
+        self.group = None
+        if found is None:
+            self._close("closed before in the DataPool")
+            self.check_open()
+        else:
+            self.prompt_uid = found.prompt_uid
 
     async def _declare(self, group: Group, owner: str | None) -> None:
         """Let the pool close the group of this conversation by itself."""

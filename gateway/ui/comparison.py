@@ -63,7 +63,7 @@ class Comparison:
         text = io.StringIO()
         columns = [*AXES, *(key for key in keys if key not in AXES)]
         out = csv.writer(text)
-        out.writerow(["run", *columns])
+        out.writerow(["run", *map(_cell, columns)])
         for name, rows in self._rows(names).items():
             out.writerows([_cell(name), *(row.get(key) for key in columns)] for row in rows)
         return text.getvalue()

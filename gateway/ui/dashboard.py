@@ -461,7 +461,7 @@ class Dashboard:
 
         def read() -> tuple[list[dict[str, Any]], list[Trajectory]]:
             with _reader(self._archive) as archive:
-                rows = [row for row in archive.find(prompt_uid) if row["prompt_uid"] == prompt_uid]
+                rows = archive.group(prompt_uid)
                 whole = [archive.read(row["uid"]) for row in rows[:MOST_SHOWN] if not row["part"]]
             return rows, [each.trajectory for each in whole if each is not None]
 

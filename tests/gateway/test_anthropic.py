@@ -478,6 +478,20 @@ async def test_server_tools_are_left_out_and_told(wires: Any) -> None:
     assert "calc" in sent_prompt(wire.world)
 
 
+@pytest.mark.parametrize("together", [True, False])
+async def test_tool_results_stand_in_the_order_of_their_calls(wire: Wire, together: bool) -> None:
+    wire.world.say(call_text(expression="1") + call_text(expression="2"))
+    reply = await wire.ask(tools=[CALC])
+    first, second = [
+        result(c["id"], said) for c, said in zip(reply["content"], ("one", "two"), strict=True)
+    ]
+    results = [user(second, first)] if together else [user(second), user(first)]
+    await wire.ask(tools=[CALC], messages=[*HI, assistant(reply["content"]), *results])
+    prompt = sent_prompt(wire.world)
+    assert prompt.index("one") < prompt.index("two")
+    assert [s.parent_index for s in wire.world.stored()] == [None, 0]
+
+
 async def test_numbers_of_any_size_come_through_in_tool_inputs(wire: Wire) -> None:
     wire.world.say(call_text(n=123456789012345678901234567890))
     reply = await wire.ask(tools=[CALC])
@@ -627,6 +641,8 @@ async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only Claude knows its schema"),
         ({"tools": [CALC], "tool_choice": {"type": "x"}}, "tool_choice.type is 'x'"),
         ({"tools": [CALC], "tool_choice": {"type": "tool", "name": "no"}}, "'no'"),
+        ({"tools": [CALC], "tool_choice": {"type": "tool", "name": ""}}, "tool_choice.name is ''"),
+        ({"tools": [CALC], "tool_choice": {"type": "tool"}}, "tool_choice.name is None"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
         ({"thinking": {"type": "x"}}, "thinking.type is 'x'"),
         ({"thinking": {"type": "adaptive", "display": "x"}}, "thinking.display is 'x'"),

@@ -1130,6 +1130,38 @@ async def test_a_prescribed_call_that_fails_is_content_and_still_extended(world:
     world.check_exact()
 
 
+async def test_tool_results_stand_in_the_order_of_their_calls(world: Any) -> None:
+    client = await world.client()
+    world.say(CALL + CALL)
+    messages: list[Any] = [user("1 + 2?")]
+    reply = await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
+    message = reply.choices[0].message
+    first, second = [
+        {"role": "tool", "tool_call_id": call.id, "content": said}
+        for call, said in zip(message.tool_calls, ("one", "two"), strict=True)
+    ]
+    for results in ([second, first], [first, second]):
+        await client.chat.completions.create(
+            model="m", messages=[*messages, message, *results], tools=[CALCULATOR]
+        )
+    steps = world.stored("t1")
+    assert [s.parent_index for s in steps] == [None, 0, 0]
+    assert steps[1].prompt_ids.tolist() == steps[2].prompt_ids.tolist()
+    text = world.tokenizer.decode(steps[1].prompt_ids.tolist())
+    assert text.index("one") < text.index("two")
+
+
+async def test_a_prescribed_call_names_a_tool(world: Any) -> None:
+    client = await world.client()
+    for name in ("", "other"):
+        choice: Any = {"type": "function", "function": {"name": name}}
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await client.chat.completions.create(
+                model="m", messages=[user("hi")], tools=[CALCULATOR], tool_choice=choice
+            )
+        assert refusal.value.param == "tool_choice.function.name"
+
+
 async def test_calls_cannot_be_prescribed_where_the_template_shows_none(worlds: Any) -> None:
     world: World = await worlds("no_tools")
     client = await world.client()

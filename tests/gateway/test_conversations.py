@@ -138,6 +138,12 @@ def again(arguments: str, rng: random.Random) -> Any:
     return rng.choice([arguments, json.dumps(shuffled, indent=1), shuffled])
 
 
+def as_shown(reply: Message, new: list[Message]) -> list[Message]:
+    """What follows a reply, results in the order of their calls."""
+    ids = [call["id"] for call in reply.get("tool_calls") or ()]
+    return sorted(new, key=lambda m: ids.index(m["tool_call_id"]) if m["role"] == "tool" else 99)
+
+
 class Agent:
     """One trajectory's client. Its moves are what frameworks do to a conversation."""
 
@@ -214,12 +220,12 @@ def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
                 new = agent.answers(reply)
                 onward = [*messages, resent(reply, rng), *new]
                 if move == "on":
-                    messages = onward
+                    messages, answered = onward, reply
                     reply = await agent.ask(messages, **options)
                     step = pool.stored(uid)[-1]
                     if thinking == "preserve":
                         assert step.parent_index == last, (family, step.metadata)
-                        model.check_extension(pool.stored(uid)[last], step, new)
+                        model.check_extension(pool.stored(uid)[last], step, as_shown(answered, new))
                 elif move == "edit":
                     changed = rng.randrange(len(messages))
                     messages = [*onward]

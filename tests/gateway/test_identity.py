@@ -342,6 +342,69 @@ async def test_a_session_that_returns_after_its_end_begins_another_trajectory(wo
     assert uids(world) == ["session-s1", "session-s1~2", "session-s1~2"]
 
 
+async def test_a_session_of_many_ends_goes_on_at_a_gateway_that_saw_none_of_them(
+    worlds: Any,
+) -> None:
+    world = await worlds()
+    client = await plain(world, **{"x-session-id": "s1"})
+    for _ in range(6):
+        await talk(client, [user("hi")])
+        await world.gateway.identities.close_idle(time.monotonic() + 1)
+    other = await worlds(pool=world.pool)
+    await talk(await plain(other, **{"x-session-id": "s1"}), [user("hi again")])
+    await talk(client, [user("and again")])
+    assert uids(world)[-3:] == ["session-s1~6", "session-s1~7", "session-s1~7"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-prompt-uid": "team"}])
+async def test_a_session_that_goes_on_elsewhere_ends_and_opens_no_group_of_others(
+    worlds: Any, headers: dict[str, str]
+) -> None:
+    options: Any = {"groups": {"form": "first_prompt", "n": 8}}
+    world = await worlds(**options)
+    client = await plain(world, **{"x-session-id": "s1", **headers})
+    for _ in range(3):
+        await talk(client, [user("hi")])
+        await world.gateway.identities.close_idle(time.monotonic() + 1)
+    other = await worlds(pool=world.pool, **options)
+    for session in ("s2", "s1", "s3"):
+        await talk(await plain(other, **{"x-session-id": session, **headers}), [user("hi")])
+    steps = world.stored()[3:]
+    assert [s.trajectory_uid for s in steps] == ["session-s2", "session-s1~4", "session-s3"]
+    assert len({s.prompt_uid for s in steps}) == 1
+    groups = (await world.pool.list_groups("train")).items
+    assert {s.prompt_uid for s in world.stored()} == {group.prompt_uid for group in groups}
+
+
+@pytest.mark.parametrize("form", ["first_prompt", "single"])
+async def test_a_session_goes_on_in_its_group_at_another_gateway(worlds: Any, form: str) -> None:
+    options: Any = {"groups": {"form": form, "n": 8}}
+    world = await worlds(**options)
+    client = await plain(world, **{"x-session-id": "s1"})
+    messages = [*await talk(client, [user("hi")]), user("go on")]
+    other = await worlds(pool=world.pool, **options)
+    await talk(await plain(other, **{"x-session-id": "s1"}), messages)
+    first, second = world.stored()
+    assert (second.trajectory_uid, second.prompt_uid) == (first.trajectory_uid, first.prompt_uid)
+    assert (second.step_index, second.parent_index) == (1, 0)
+    assert len((await world.pool.list_groups("train")).items) == 1
+
+
+async def test_a_session_that_went_on_at_another_gateway_is_not_idle_at_the_first(
+    worlds: Any,
+) -> None:
+    world = await worlds()
+    messages = await talk(await plain(world, **{"x-session-id": "s1"}), [user("hi")])
+    other = await worlds(pool=world.pool)
+    client = await plain(other, **{"x-session-id": "s1"})
+    identities = world.gateway.identities
+    for _ in range(2):
+        messages = await talk(client, [*messages, user("go on")])
+        assert await identities.close_idle(time.monotonic() + 1) == 0
+    assert uids(world) == ["session-s1"] * 3
+    assert await identities.close_idle(time.monotonic() + 1) == 1
+
+
 async def test_nothing_of_closed_conversations_is_kept(world: Any) -> None:
     client = await plain(world)
     for i in range(5):

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import anthropic
+import numpy as np
 import openai
 import pytest
 
@@ -226,6 +227,17 @@ async def test_steps_are_rewarded_with_the_completion(world: Any, http: Http) ->
     assert trajectory.reward == 1.25
 
 
+async def test_a_completion_that_is_refused_changes_no_reward(world: Any, http: Http) -> None:
+    await ask(await world.client())
+    url = world.base_url() + "/v1/complete_trajectory"
+    await http.post(url, reward=1.0, step_rewards=[0.5])
+    by_name = {"trajectory_uid": "t1", "reward": 2.0, "step_rewards": [3.0]}
+    assert (await http.post(url, reward=2.0, step_rewards=[3.0]))[0] == 410
+    assert (await http.post(world.url + "/v1/complete_trajectory", **by_name))[0] == 409
+    [trajectory] = (await world.pool.lease_batch(1)).groups[0].trajectories
+    assert trajectory.reward == 1.5
+
+
 async def test_completing_without_a_call_aborts_with_a_reason(world: Any, http: Http) -> None:
     status, got = await http.post(world.base_url() + "/v1/complete_trajectory", reward=1.0)
     assert (status, got["outcome"]) == (200, "aborted")
@@ -413,6 +425,18 @@ async def test_a_reward_function_may_run_a_loop_of_its_own(worlds: Any, http: Ht
 
 def _waiting_score(solution_str: str) -> float:
     return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, float(len(solution_str))))
+
+
+async def test_a_reward_functions_details_and_arguments_may_be_any(worlds: Any, http: Http) -> None:
+    world = await worlds(reward_fn=f"{__name__}:_detailed_score")
+    got = await http.post(world.url + "/compute_reward", function="f")
+    details = {"exact": True, "n": 3, "parts": [0.5], "big": str(2**80), "kinds": "{'f'}"}
+    assert got == (200, {"reward": 1.0, "details": details})
+
+
+def _detailed_score(function: str) -> dict[str, Any]:
+    details = {"exact": np.bool_(True), "n": np.int64(3), "parts": np.array([0.5])}
+    return {"score": np.float64(1), **details, "big": 2**80, "kinds": {function}}
 
 
 async def test_without_a_reward_function_the_endpoint_says_what_to_set(

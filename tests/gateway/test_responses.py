@@ -686,6 +686,7 @@ async def test_tool_choice_is_honoured(http: Http) -> None:
         ("maybe", "'maybe'"),
         ({"type": "web_search_preview"}, "web_search_preview"),
         ({"type": "function", "name": "other"}, "tool_choice.name is 'other'"),
+        ({"type": "function", "name": ""}, "tool_choice.name is ''"),
         ({"type": "function", "name": ["x"]}, "tool_choice.name"),
         ({"type": "allowed_tools", "mode": "auto", "tools": []}, "allowed_tools"),
     ],

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
+from stepwell.datapool.errors import PoolUnavailableError
 from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Group, Step, Trajectory
@@ -464,6 +465,27 @@ async def test_listed_instances_are_skipped_once_per_entry(world: Any, consumer:
     served = list(consumer.groups(await consumer.items()))
     assert served == [1, "p3"]
     assert (await pool_groups(world))["drop_reasons"] == {"skip_instance_ids": 3}
+
+
+async def test_a_listed_instance_is_skipped_though_the_pool_fails_to_drop_it_at_first(
+    world: Any, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+):
+    await consumer.start(skip_instance_ids=[1])
+    for i in range(2):
+        await rollout(world, "e0", str(i), metadata={"instance_id": 1})
+    drop_group, calls = world.pool.drop_group, []
+
+    async def failing(*args: Any, **how: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            raise PoolUnavailableError("scripted")
+        await drop_group(*args, **how)
+
+    monkeypatch.setattr(world.pool, "drop_group", failing)
+    status, _ = await consumer.post("/get_rollout_data", {})
+    assert status == 503
+    assert await consumer.items() == []
+    assert (await pool_groups(world))["drop_reasons"] == {"skip_instance_ids": 1}
 
 
 async def test_several_consumers_never_get_the_same_group(world: Any):

@@ -384,13 +384,15 @@ async def test_a_rollout_and_all_its_processes_end_with_another_start_or_the_gat
     world = await worlds("chatml", rollout_generators=(str(path),))
     consumer = Consumer(world.url)
 
-    async def start() -> list[int]:
-        await consumer.start(task_type="sleeper", folder=str(tmp_path))
+    async def start(thinking: object = 1) -> list[int]:
+        await consumer.start(task_type="sleeper", folder=str(tmp_path), thinking=thinking)
         await until(lambda: len(alive(tmp_path)) >= 2)
         return alive(tmp_path)
 
     pids = await start()
     assert await start() == pids  # the same payload: its answer was lost
+    before, pids = pids, await start(thinking=True)
+    assert not set(before) & set(pids)
     assert (await consumer.poll())["data"]["meta_info"] == {"generator": "running"}
     await consumer.start()
     assert statistics(world)["generator"] == "stopped"

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from stepwell.datapool.ops import AbortTrajectory
+from stepwell.datapool.types import Step
 from stepwell.gateway.ui import dashboard
 from tests.ui.demo import Demo, archive_all, demo, fill, in_order, show_picture
 
@@ -132,6 +133,28 @@ async def test_a_group_that_waits_to_be_archived_has_its_page(
     assert len(group["last"]) == 4
 
 
+async def test_an_archived_group_that_is_called_as_a_trajectory_has_its_page(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    """One rollout is called as its own group, another one as another group."""
+    for uid, prompt in (("task", "task"), ("task-2", "task"), ("chain_sum/1002", "other")):
+        step = Step(
+            prompt_ids=[1],
+            response_ids=[2],
+            trajectory_uid=uid,
+            prompt_uid=prompt,
+            rollout_log_probs=[-0.5],
+        )
+        await shown.pool.submit_steps([step])
+        await shown.pool.complete_trajectory(uid, 1.0)
+    for prompt in ("task", "other"):
+        await shown.pool.drop_group(prompt, "enough")
+    await archive_all(shown)
+    for prompt, n in (("task", 2), ("chain_sum/1002", 4), ("other", 1)):
+        group = await ok(http, "group", prompt_uid=prompt)
+        assert len(group["trajectories"]) == len(group["last"]) == n
+
+
 async def test_an_aborted_trajectory_has_its_page_without_an_archive(tmp_path: Path) -> None:
     async with demo(tmp_path, archived=False) as served:
         await fill(served, groups=3)
@@ -207,6 +230,29 @@ async def test_what_is_deleted_by_the_gateway_is_deleted_from_the_archive_too(
     files = (shown.run_dir / "archive").rglob("*.parquet")
     assert uid.encode() not in b"".join(path.read_bytes() for path in files)
     assert (await ok(http, "find", uid="chain_sum/1002:0"))["deleted"], "its group goes with it"
+
+
+ODD_MESSAGES = (5, "text", {"role": "user"}, [5], [{"role": "user", "content": {"x": 1}}])
+ODD_CALLS = {"role": "assistant", "content": "Two.", "tool_calls": 5}
+
+
+async def test_messages_of_any_shape_hold_up_neither_archive_nor_lists(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    for n, messages in enumerate((*ODD_MESSAGES, [ODD_CALLS])):
+        ids = {"prompt_ids": [1], "response_ids": [2], "rollout_log_probs": [-0.5]}
+        names = {"trajectory_uid": f"odd-{n}", "prompt_uid": f"odd-{n}"}
+        step = Step(**ids, **names, metadata={"messages": messages})  # type: ignore[arg-type]
+        await shown.pool.submit_steps([step])
+        await shown.pool.complete_trajectory(f"odd-{n}", 1.0)
+    listed = await ok(http, "trajectories")
+    assert "Two." in {row["last"] for row in listed["items"]}
+    for n in range(len(ODD_MESSAGES) + 1):
+        await shown.pool.drop_group(f"odd-{n}", "enough")
+    await archive_all(shown)
+    assert len((await ok(http, "archive", search="Two"))["items"]) == 1
+    for n in range(len(ODD_MESSAGES) + 1):
+        assert (await ok(http, "trajectory", trajectory_uid=f"odd-{n}"))["archived"]
 
 
 async def test_a_late_reward_is_shown_with_its_trajectory(

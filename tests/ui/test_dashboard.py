@@ -435,6 +435,8 @@ async def test_the_runs_beside_this_one_are_compared_by_step_tokens_and_time(
     assert head == "run,step,tokens,seconds,reward/mean,val/score"
     assert rows[-1].split(",")[:2] == ["'=other", "20"], "a name is no formula"
     assert len(rows) == 12 + 20
+    linked = await http.get("compare.csv", params={"run": names[:1], "key": "=1+1"})
+    assert linked.text.splitlines()[0] == "run,step,tokens,seconds,'=1+1", "nor is a link's key"
 
 
 @pytest.mark.parametrize("name", ["no-run", "..", "../other", "/etc", "nowhere"])

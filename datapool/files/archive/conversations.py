@@ -245,7 +245,8 @@ def text_of(message: Any) -> str:
     if not isinstance(message, Mapping):
         return ""
     said = [_content(message.get(key)) for key in ("reasoning_content", "content")]
-    for call in message.get("tool_calls") or ():
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):
             said.append(f"{function.get('name')}({function.get('arguments')})")

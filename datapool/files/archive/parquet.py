@@ -400,15 +400,17 @@ def said_in(table: Any, rows: Sequence[int]) -> Iterator[str]:
     messages = steps.values.field("messages").to_pylist()
     for row in rows:
         kept = messages[ends[row] : ends[row + 1]]
-        said = (text_of(each) for text in kept if text is not None for each in _read_json(text))
+        said = (text_of(each) for text in kept if text is not None for each in _read_list(text))
         yield "\n".join(filter(None, said))
 
 
-def _read_json(text: str) -> Any:
+def _read_list(text: str) -> list[Any]:
+    """The list in a JSON text; an empty one for anything else, as agents submit it, too."""
     try:
-        return orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:  # half a surrogate
-        return loads(text)
+        value = loads(text)
+    return value if isinstance(value, list) else []
 
 
 def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:

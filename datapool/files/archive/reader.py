@@ -408,10 +408,7 @@ class ArchiveReader:
         exact = self._ask("SELECT * FROM trajectories t WHERE uid = ? ORDER BY part", (uid,))
         if exact:
             return exact
-        grouped = self._ask(
-            f"SELECT * FROM trajectories t WHERE prompt_uid = ? ORDER BY id LIMIT {MOST}", (uid,)
-        )
-        if grouped or not uid:
+        if (grouped := self.group(uid)) or not uid:
             return grouped
         end = uid + "\U0010ffff"
         for column in ("uid", "prompt_uid"):
@@ -423,6 +420,13 @@ class ArchiveReader:
             if found:
                 return found
         return []
+
+    def group(self, prompt_uid: str) -> list[dict[str, Any]]:
+        """Rows of the group with this uid, in the order in which they came here."""
+        return self._ask(
+            f"SELECT * FROM trajectories t WHERE prompt_uid = ? ORDER BY id LIMIT {MOST}",
+            (prompt_uid,),
+        )
 
     def find_exact(self, uid: str) -> bool:
         """Return whether a trajectory with this uid is here."""
