@@ -15,8 +15,9 @@ there by its digest, so two that look the same are the same whatever file they c
      {"type": "image", "digest": str, "width": int, "height": int, "n_tokens": int}]
 
 Canonical form (what agents change when they send a reply back, and what must not matter): arguments
-compare as parsed values, assistant text without surrounding white space and without its reasoning,
-and null, "", "\\n", a missing field and an empty list of parts are one.
+compare as parsed values, their numbers as doubles (agents in JavaScript write 1.0 as 1), assistant
+text without surrounding white space and without its reasoning, and null, "", "\\n", a missing field
+and an empty list of parts are one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias, overload
 
 import orjson
@@ -106,7 +108,30 @@ def canonical(message: Mapping[str, Any]) -> bytes:
         [c.get("id"), c["function"]["name"], parse_arguments(c["function"]["arguments"])]
         for c in message.get("tool_calls") or ()
     ]
-    return dumps(["assistant", visible_text(content), calls])
+    found = dumps(["assistant", visible_text(content), calls])
+    if calls and _REWRITTEN.search(found):
+        found = dumps(["assistant", visible_text(content), _doubles(calls)])
+    return found
+
+
+_REWRITTEN = re.compile(rb"\.0\b|\d[eE][-+]?\d|\d{16}")
+"""Numbers that JavaScript may write in another way than it read them."""
+MAX_EXACT = 2**53
+"""Integers up to which all are doubles."""
+
+
+def _doubles(value: Any) -> Any:
+    """A value with each number as the double that RFC 8785 takes it for, integers as such."""
+    if isinstance(value, dict):
+        return {key: _doubles(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_doubles(each) for each in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
+        return int(value)
+    if isinstance(value, int) and abs(value) > MAX_EXACT:  # no boolean is
+        with suppress(OverflowError):  # beyond all doubles
+            return float(value)
+    return value
 
 
 def content_of(parts: Sequence[str | Message]) -> str | list[Message]:

@@ -221,6 +221,21 @@ async def test_a_linear_conversation_is_one_branch(
     world.check_exact()
 
 
+async def test_numbers_as_javascript_writes_them_again_are_the_same_numbers(wire: Wire) -> None:
+    """JSON.stringify(JSON.parse(text)) of what the model wrote, as agents in TypeScript do."""
+    world = wire.world
+    numbers = '{"a": 1.0, "b": [1e3, -0.0], "c": 1152921504606846977, "d": {"e": 1e21, "f": 0.5}}'
+    again = {"a": 1, "b": [1000, 0], "c": 1152921504606847000, "d": {"e": 1e21, "f": 0.5}}
+    world.say(f'<tool_call>\n{{"name": "calc", "arguments": {numbers}}}\n</tool_call>')
+    world.say("Done.")
+    (call,) = (await wire.ask(tools=[CALC], messages=HI))["content"]
+    sent = [*HI, assistant([{**call, "input": again}]), user(result(call["id"]))]
+    await wire.ask(tools=[CALC], messages=sent)
+    assert [s.parent_index for s in world.stored()] == [None, 0]
+    assert numbers in sent_prompt(world)
+    world.check_exact()
+
+
 async def test_what_agents_change_on_the_way_does_not_break_the_branch(wires: Any) -> None:
     wire = await wires(
         normalize=({"role": "system", "pattern": r"(?m)^x-billing: .*\n?"},),
