@@ -32,6 +32,7 @@ from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.run.folder import GatewayPart, begin, only_run_in, read_run
 from stepwell.show.run import RunView
 from stepwell.show.status import read_status, status_screen
+from stepwell.show.trajectory import read_groups
 from tests.datapool.conftest import JournaledPool
 
 Capture = pytest.CaptureFixture[str]
@@ -268,6 +269,24 @@ def test_groups_are_filtered_and_what_was_dropped_has_its_reason(
     assert "dropped 1  too long 1" in screen
     assert "the tool was down" in screen
     assert "0 of 2 complete" in screen
+
+
+async def test_a_leased_group_is_listed_with_the_rewards_that_the_trainer_gave(
+    tmp_path: Path,
+) -> None:
+    """Wherever the run's command was started."""
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+    write_trained(tmp_path, 5, {"groups": 1, "rewards": {"sums": [0.5]}}, [], 1 << 20)
+    async with DataPoolClient.local() as pool:
+        await pool.open_group("sums", 1)
+        await pool.submit_step(
+            Step(prompt_ids=[1], response_ids=[2], prompt_uid="sums", trajectory_uid="a")
+        )
+        await pool.complete_trajectory("a")
+        assert await pool.lease_batch() is not None
+        view = RunView(tmp_path, read_run(tmp_path), True, pool, RunFolder(tmp_path))
+        (group,) = (await read_groups(view, "train", {}))["groups"]
+    assert (group["state"], group["reward_mean"]) == ("leased", 0.5)
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path, capsys: Capture) -> None:
