@@ -281,7 +281,7 @@ def _doctor(args: argparse.Namespace) -> int:
         raise ConfigError(f"give one RUN, or --config and KEY=VALUE, not both: {' '.join(named)}")
     config, run, folder = None, None, Path()
     if named:
-        from stepwell.config.run import RunConfig
+        from stepwell.config.load import recorded_config
         from stepwell.layout import RUN_FILE
         from stepwell.run.find import find_run
         from stepwell.run.folder import holder
@@ -289,7 +289,7 @@ def _doctor(args: argparse.Namespace) -> int:
         folder = Path(named[0])
         if not (folder / RUN_FILE).is_file() or holder(folder) is not None:
             folder, run = find_run(named[0])
-            config = RunConfig.model_validate(run.config, context={"here": False})
+            config = recorded_config(folder, run.config)
     elif args.config is not None or overrides:
         from stepwell.config.load import load_config
 

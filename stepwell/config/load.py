@@ -195,8 +195,7 @@ def attached_config(
         ConfigError: as `load_config`; or a key is given that the run's other parts go by, or a
             secret is not.
     """
-    own = values | {"run": values["run"] | {"dir": str(run_dir), "resume": "auto"}}
-    own["gateway"] = {k: v for k, v in values["gateway"].items() if k not in _GATEWAYS_ALONE}
+    own = _without_keys(values) | {"run": values["run"] | {"dir": str(run_dir), "resume": "auto"}}
     path = run_dir / RUN_FILE
     served = Layer(path, own)
     given, lines = _read_overrides(overrides)
@@ -242,7 +241,7 @@ def eval_config(
         ConfigError: as `load_config`; or a secret is not given again.
     """
     run = values["run"]
-    own = values | {
+    own = _without_keys(values) | {
         "run": run | {"name": f"{run['name']}-eval", "dir": str(run_dir / EVAL)},
         "validation": values["validation"] | {"only": True},
         "pool": values["pool"]
@@ -250,7 +249,6 @@ def eval_config(
         "logging": {"wandb": "disabled", "console": "quiet"},
     }
     own["run"]["resume"] = str(checkpoint)
-    own["gateway"] = {k: v for k, v in values["gateway"].items() if k not in _GATEWAYS_ALONE}
     own["gateway"] |= {"port": 0, "public_url": None}
     given, lines = _read_overrides(overrides)
     path = run_dir / RUN_FILE
@@ -258,6 +256,28 @@ def eval_config(
     if lines := _hidden(config.model_dump(mode="json"), path):
         raise ConfigError("\n".join(lines))
     return config
+
+
+def recorded_config(run_dir: Path, values: Raw) -> RunConfig:
+    """The configuration that a run was started with, less the gateway's keys, to be looked at.
+
+    Args:
+        values: the run's resolved configuration, from its `run.json`.
+
+    Raises:
+        ConfigError: another release wrote it, with other keys.
+    """
+    try:
+        return RunConfig.model_validate(_without_keys(values), context={"here": False})
+    except ValidationError as e:
+        path = run_dir / RUN_FILE
+        raise ConfigError("\n".join(f"{path}: {p.text}" for p in explain(e, values))) from e
+
+
+def _without_keys(values: Raw) -> Raw:
+    """A run's resolved configuration without the keys of its gateway, which `run.json` hides."""
+    gateway = values.get("gateway", {})
+    return values | {"gateway": {k: v for k, v in gateway.items() if k not in _GATEWAYS_ALONE}}
 
 
 TRAINERS_SECTIONS = RunConfig.model_fields.keys() & {

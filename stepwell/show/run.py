@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from stepwell.backends.hub import RUNS
-from stepwell.config.run import RunConfig
+from stepwell.config.load import recorded_config
 from stepwell.datapool import DataPoolClient
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.stopped import stopped_pool
@@ -128,6 +126,6 @@ def _found(place: Path | str) -> tuple[Path, RunFile, bool]:
 def limits_of(run: RunFile) -> PoolConfig:
     """Return the limits by which groups were held or dropped."""
     try:
-        return RunConfig.model_validate(run.config, context={"here": False}).pool_of_run
-    except ValidationError:  # another release's keys
+        return recorded_config(run.folder, run.config).pool_of_run
+    except ConfigError:  # another release's keys
         return PoolConfig()
