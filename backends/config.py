@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -30,9 +31,18 @@ def plain_url(option: str, url: str, remedy: str) -> str:
             f"{option} holds a URL with a user name or password, which logs and statistics would "
             "show; leave it out and let engines listen where only the gateway can reach them"
         )
-    if not url.startswith(("http://", "https://")):
+    if not url.startswith(("http://", "https://")) or not _has_place(url):
         raise ValueError(f"{option} is {url!r}; {remedy}")
     return url.rstrip("/")
+
+
+def _has_place(url: str) -> bool:
+    """True if `url` names a host, and a port that there can be."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class EngineConfig(Section):

@@ -197,6 +197,15 @@ def _of_run(where: str | None, look: Callable[[RunView], Awaitable[T]]) -> T:
     return asyncio.run(looked())
 
 
+def check_place(name: str, file: Path) -> None:
+    """
+    Raises:
+        ConfigError: the argument `name` is a file in a folder that does not exist.
+    """
+    if not file.parent.is_dir():
+        raise ConfigError(f"{name} is {file}, and there is no folder {file.parent}; make it first")
+
+
 # -- the commands ------------------------------------------------------------------------------
 
 
@@ -262,6 +271,8 @@ def _show(args: argparse.Namespace) -> None:
 def _view(args: argparse.Namespace) -> None:
     from stepwell.show.dashboard import view
 
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port is {args.port}; give one up to 65535, or 0 for a free one")
     asyncio.run(view(args.where, args.port))
 
 
@@ -319,6 +330,7 @@ def _export(args: argparse.Namespace) -> None:
 
     if args.file.exists() and not args.overwrite:
         raise ConfigError(f"{args.file} exists; choose another name, or give --overwrite")
+    check_place("FILE", args.file)
     pictures = "embedded" if args.embed_pictures else "files"
     chosen = _filters(args) | {"overwrite": args.overwrite, "pictures": pictures}
     done = _of_run(

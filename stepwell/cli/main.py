@@ -431,6 +431,11 @@ def _delete(args: argparse.Namespace) -> None:
     from stepwell.run.deletion import delete
 
     asked = Delete(args.trajectory, args.tag, args.user)
+    if missing := [path for path in args.exports if not path.is_file()]:
+        raise ConfigError(
+            f"--exports is {missing[0]}, which is no file: nothing was deleted; name what "
+            "`stepwell data export` wrote"
+        )
     lines = asyncio.run(delete(args.run_dir, asked, args.exports))
     answer(args, {"done": lines}, "\n".join(lines))
 
@@ -494,6 +499,7 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
 
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def _expected(error: BaseException) -> tuple[str | None, int]:
@@ -518,6 +524,9 @@ def _expected(error: BaseException) -> tuple[str | None, int]:
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         where = f"the disk of {error.filename}" if error.filename else "a disk"
         return f"{where} is full ({error.strerror}); free space and run the same command again", 1
+    if isinstance(error, OSError) and error.errno in _FORBIDDEN and error.filename is not None:
+        remedy = "run this as a user who may, or name another place"
+        return f"{error.filename} may not be read or written ({error.strerror}); {remedy}", 1
     return None, 1
 
 

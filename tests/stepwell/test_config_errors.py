@@ -152,6 +152,7 @@ def test_a_missing_file_a_folder_and_bytes_are_told_in_one_line(tmp_path: Path) 
     ("url", "named"),
     [
         ("localhost:1", "http://host:port"),
+        ("http://localhost:99999", "http://host:port"),
         ("http://me:hushed@10.0.0.1:1", "user name or password"),
         ("me:hushed@10.0.0.1:1", "user name or password"),
     ],

@@ -431,6 +431,13 @@ def test_show_opens_a_group_by_its_uid(run: Path, capsys: Capture) -> None:
     assert "its group is in the pool" in told
 
 
+def test_a_place_that_may_not_be_written_is_one_line(run: Path, capsys: Capture) -> None:
+    """/sys: there root may not either."""
+    told = said(capsys, "data", "export", "/sys/x.jsonl", str(run), code=1)
+    assert "/sys/x.jsonl" in told
+    assert "may not be read or written" in told
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
@@ -454,6 +461,12 @@ def test_show_opens_a_group_by_its_uid(run: Path, capsys: Capture) -> None:
         (["top", "RUN"], "needs a terminal"),
         (["top", "RUN", "--interval", "0"], "--interval is 0"),
         (["data", "import", "nowhere.parquet", "RUN"], "there is no file nowhere.parquet"),
+        (["data", "export", "nowhere/x.jsonl", "RUN"], "there is no folder nowhere"),
+        (["data", "query", "", "RUN", "--to", "nowhere/x.jsonl"], "there is no folder nowhere"),
+        (["data", "delete", "RUN", "--tag", "ann", "--exports", "x.jsonl"], "x.jsonl, which is no"),
+        (["view", "RUN", "--port", "99999"], "--port is 99999"),
+        (["doctor", "--engine", "localhost:30000"], "write http://host:port"),
+        (["doctor", "--engine", "http://localhost:99999"], "write http://host:port"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_remedy(
