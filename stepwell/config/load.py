@@ -375,7 +375,12 @@ def _name(values: Raw, path: Path | None) -> None:
         is_file = file.endswith(".py")
         name = Path(file).stem if is_file else re.split("[:.]", agent)[-2:][0]
     if isinstance(run, dict) and "name" not in run and name:
-        run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+        run["name"] = named_as(name)
+
+
+def named_as(text: str) -> str:
+    """The nearest name of a run."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
 
 
 def fetch_models(raw: Raw) -> None:
