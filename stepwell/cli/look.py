@@ -160,30 +160,40 @@ def _filters(args: argparse.Namespace) -> dict[str, Any]:
 def console() -> Any:
     """For people: colours on a terminal that wants them, whole names in a pipe, and no markup:
     names may have brackets."""
-    from rich.console import Console
+    from stepwell.track.console import Terminal
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
-    return Console(highlight=False, markup=False, width=width)
+    return Terminal(highlight=False, markup=False, width=width)
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, default=str), flush=True)
+def print_json(value: Any) -> bool:
+    """Print `value` for programs; False: nobody reads any more."""
+    return print_text(json.dumps(value, default=str))
+
+
+def print_text(text: str) -> bool:
+    """Print `text`, which `head` or a pager may not read to its end; False: nobody reads any
+    more."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        from stepwell.track.console import print_nowhere
+
+        print_nowhere()
+        return False
+    return True
 
 
 def answer(
     args: argparse.Namespace, value: Any, shown: str | Callable[[Any], RenderableType]
 ) -> None:
-    """Print `value` for `--json`, else what people are shown of it, which `head` or a pager may not
-    read to its end."""
-    try:
-        if args.json:
-            print_json(value)
-        elif isinstance(shown, str):
-            print(shown, flush=True)
-        else:
-            console().print(shown(value))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+    """Print `value` for `--json`, else what people are shown of it."""
+    if args.json:
+        print_json(value)
+    elif isinstance(shown, str):
+        print_text(shown)
+    else:
+        console().print(shown(value))
 
 
 def _of_run(where: str | None, look: Callable[[RunView], Awaitable[T]]) -> T:
@@ -229,10 +239,11 @@ def _top(args: argparse.Namespace) -> None:
         if not args.json:
             await watch(view, console(), args.interval)
         while True:
-            print_json(await read_status(view))
+            if not print_json(await read_status(view)):
+                return
             await asyncio.sleep(args.interval)
 
-    with suppress(KeyboardInterrupt, BrokenPipeError):  # that is how it ends
+    with suppress(KeyboardInterrupt):  # that is how it ends
         _of_run(args.where, top)
 
 

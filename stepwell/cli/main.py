@@ -53,7 +53,9 @@ from stepwell.cli.look import (
     add_commands,
     add_data_commands,
     answer,
+    console,
     print_json,
+    print_text,
 )
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, NoCheckpointError, TrainerError
 from stepwell.version import __version__
@@ -350,7 +352,7 @@ def _answer_names(args: argparse.Namespace) -> None:
 def _init(args: argparse.Namespace) -> None:
     from stepwell.cli.init import write_project
 
-    print(write_project(args.folder))
+    print_text(write_project(args.folder))
 
 
 def _step(args: argparse.Namespace) -> Any:
@@ -446,7 +448,7 @@ def _backends(args: argparse.Namespace) -> None:
     if args.json:
         print_json({kind: list(map(asdict, found)) for kind, _, found in survey()})
     else:
-        show_plugins()
+        show_plugins(console())
 
 
 @contextmanager

@@ -15,7 +15,9 @@ import pytest
 import ray
 
 import stepwell
+from stepwell import DataPoolClient, load_config
 from stepwell.cli.main import InterruptedWhileError, interruptible, main
+from stepwell.run.folder import begin
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -76,19 +78,47 @@ def test_what_a_run_names_and_nobody_has_is_a_configuration_error_before_ray_sta
     assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize("options", [["--keys", "*"], ["--config", "quickstart"]])
-def test_a_reader_that_has_seen_enough_of_the_output_is_no_error(options: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "stepwell config --keys *",
+        "stepwell config --config quickstart",
+        "stepwell backends --json",
+        "stepwell backends",
+        "stepwell top --json RUN",
+        "stepwell status RUN",
+    ],
+)
+async def test_a_reader_that_has_seen_enough_of_the_output_is_no_error(
+    command: str, tmp_path: Path
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}"]))
+    async with DataPoolClient.local(folder=tmp_path / "pool") as pool:
+        await pool.open_group("sums", 1)
+    argv = [sys.executable, "-m", *command.replace("RUN", str(tmp_path)).split()]
+    assert _unread(argv) == (0, "")
+
+
+def test_a_run_goes_on_when_the_reader_of_its_lines_has_gone() -> None:
+    """As a `tee` is that has had the same Ctrl-C."""
+    code = (
+        "import sys; from stepwell.track.console import Display; d = Display('mine', 'plain')\n"
+        "for step in range(3): d.status(f'step {step}')\n"
+        "sys.exit('it went on')"
+    )
+    assert _unread([sys.executable, "-c", code]) == (1, "it went on\n")
+
+
+def _unread(argv: list[str]) -> tuple[int, str]:
+    """Exit code and error output of a command whose output nobody reads."""
     with subprocess.Popen(
-        [sys.executable, "-m", "stepwell", "config", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as command:
-        assert command.stdout is not None
-        assert command.stderr is not None
-        command.stdout.close()  # as `| head` does
-        assert command.stderr.read() == ""
-    assert command.returncode == 0
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as `| head` does
+        said = process.stderr.read()
+    return process.returncode, said
 
 
 def test_the_presets_are_listed_with_what_they_are(
