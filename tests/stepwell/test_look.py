@@ -431,6 +431,23 @@ def test_show_opens_a_group_by_its_uid(run: Path, capsys: Capture) -> None:
     assert "its group is in the pool" in told
 
 
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("run.seed=0", "has no journal"),
+        ("pool.durability=none", "has pool.durability none"),
+    ],
+)
+@pytest.mark.parametrize("command", ["status", "groups", "view", "show tree"])
+def test_a_run_without_a_journal_says_why_it_has_none(
+    tmp_path: Path, capsys: Capture, override: str, why: str, command: str
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", override]))
+    told = said(capsys, *command.split(), str(tmp_path), code=2)
+    assert f"the run in {tmp_path} {why}" in told
+    assert "start it again" in told
+
+
 def test_a_place_that_may_not_be_written_is_one_line(run: Path, capsys: Capture) -> None:
     """/sys: there root may not either."""
     told = said(capsys, "data", "export", "/sys/x.jsonl", str(run), code=1)
