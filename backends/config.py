@@ -18,6 +18,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
 WeightTransport = Literal["disk", "delta", "nccl", "ipc", "lora"]
 ValueAggregation = Literal["token-mean", "sequence-mean-token-mean", "trajectory-mean"]
+MAX_SEED = 2**32 - 1
+"""The largest seed that numpy takes."""
 
 
 def plain_url(option: str, url: str, remedy: str) -> str:
@@ -80,7 +82,7 @@ class EngineConfig(Section):
     """Tokens between two streamed chunks. Every chunk repeats all before it and costs CPU: with 64
     streams on two busy cores, 1 took 12-47 % of the embedded engine's throughput, 4 at most 13 %.
     The first and the last token are sent at once whatever it is."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
     """Sampling seed of requests that bring none. Default `run.seed`."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """From launch to the first answer of `/health`, loading included."""
@@ -260,7 +262,7 @@ class TorchBackendConfig(Section):
     `auto`: `last` where it fits (`backends/torch/memory.py`)."""
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
     """Seed of torch, for dropout and for new weights such as adapters. Default `run.seed`."""
     deterministic: bool = False
     """CUDA kernels that give the same bits in every run, slower; the CPU's always do."""
