@@ -537,6 +537,30 @@ async def test_a_pool_that_does_not_answer_is_told_with_the_rest(
     assert "the pool does not answer: no answer in 0.01 s" in console.export_text()
 
 
+async def test_a_run_whose_folder_is_on_another_machine_is_shown_by_what_answers(
+    tmp_path: Path,
+) -> None:
+    """As `stepwell status HOST:PORT` finds it."""
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+    there = tmp_path / "nowhere"
+    async with DataPoolClient.local() as pool:
+        await pool.open_group("sums", 1)
+        view = RunView(there, read_run(tmp_path), True, pool, RunFolder(there))
+        status = await read_status(view)
+        listed = await read_groups(view, "train", {})
+    assert (status["state"], status["disk"], status["pool"]["train"]["groups"]["open"]) == (
+        "alive",
+        None,
+        1,
+    )
+    assert [group["prompt_uid"] for group in listed["groups"]] == ["sums"]
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(status_screen(status))
+    screen = console.export_text()
+    assert "not on this machine" in screen
+    assert "nobody trains" not in screen
+
+
 def test_the_screen_of_a_run_that_nobody_has_called_yet(run: Path, capsys: Capture) -> None:
     assert main(["status", str(run), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
