@@ -35,7 +35,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource, Task, slug
-from stepwell.trainer.data.tasks import without_pictures
+from stepwell.trainer.data.tasks import carried, without_pictures
 from stepwell.trainer.errors import DataExhaustedError, RolloutError
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import Ledger
@@ -379,7 +379,8 @@ class Producer(GroupProducer):
             n,
             deadline_s=self._config.group_deadline_s,
             min_rollouts=min(min_n, n),
-            metadata={"task": about} | ({GREEDY: True} if self._greedy_in(channel) else {}),
+            metadata={"task": carried(about)}
+            | ({GREEDY: True} if self._greedy_in(channel) else {}),
             channel=channel,
         )
 
