@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable
@@ -168,7 +169,20 @@ def console() -> Any:
 
 def print_json(value: Any) -> bool:
     """Print `value` for programs; False: nobody reads any more."""
-    return print_text(json.dumps(value, default=str))
+    return print_text(json.dumps(_finite(value), default=str))
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for NaN and infinity, which JSON does not have."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
 
 
 def print_text(text: str) -> bool:

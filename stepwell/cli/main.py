@@ -41,7 +41,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -77,9 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         args.overrides += rest
-    # Agents, rewards and configs are looked up from the folder the command is run in, as with
-    # `python -m`.
-    sys.path.insert(0, os.getcwd())
+    with suppress(AttributeError):  # of a stream that somebody put in its place
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        # Agents, rewards and configs are looked up from the folder the command is run in, as with
+        # `python -m`.
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError:
+        print("stepwell: the working folder was removed; cd to one that is there", file=sys.stderr)
+        return 2
     try:
         with terminated_as_interrupted():
             return args.run(args) or 0

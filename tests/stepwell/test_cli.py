@@ -99,6 +99,30 @@ async def test_a_reader_that_has_seen_enough_of_the_output_is_no_error(
     assert _unread(argv) == (0, "")
 
 
+def test_an_output_that_takes_few_characters_gets_the_others_spelt_out() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stepwell", "doctor", "--engine", "http://127.0.0.1:9"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(r"\u2717 engine")
+
+
+def test_a_working_folder_that_was_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["config"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "stepwell: the working folder was removed; cd to one that is there"
+    ]
+
+
 def test_a_run_goes_on_when_the_reader_of_its_lines_has_gone() -> None:
     """As a `tee` is that has had the same Ctrl-C."""
     code = (

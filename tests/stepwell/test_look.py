@@ -289,6 +289,20 @@ async def test_a_leased_group_is_listed_with_the_rewards_that_the_trainer_gave(
     assert (group["state"], group["reward_mean"]) == ("leased", 0.5)
 
 
+def test_json_has_null_for_what_is_no_number(tmp_path: Path, capsys: Capture) -> None:
+    """As a group of a row has whose answer is NaN."""
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+
+    async def fill() -> None:
+        async with DataPoolClient.local(folder=tmp_path / "pool") as pool:
+            await pool.open_group("sums", 1, metadata={"task": {"answer": [float("nan"), 1.5]}})
+
+    asyncio.run(fill())
+    text = said(capsys, "groups", str(tmp_path), "--json")
+    (group,) = json.loads(text, parse_constant=pytest.fail)["groups"]
+    assert group["metadata"]["task"]["answer"] == [None, 1.5]
+
+
 def test_names_are_shown_as_they_are(tmp_path: Path, capsys: Capture) -> None:
     """And never read as what rich makes of brackets."""
 
