@@ -73,6 +73,9 @@ class RunSection(Section):
         return raw
 
 
+_NOT_IN_PROJECTS = frozenset("/\\#?%:")
+
+
 class LoggingConfig(Section):
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """`auto`: online if WANDB_API_KEY is set, otherwise offline."""
@@ -84,10 +87,20 @@ class LoggingConfig(Section):
     names: Literal["stepwell", "verl"] = "stepwell"
     """`verl`: wandb and TensorBoard get figures that verl has, too, under its names as well
     (docs/metrics.md); Prometheus and `metrics.jsonl` have ours alone."""
-    project: str = "stepwell"
-    """The project in wandb."""
+    project: str = Field(default="stepwell", min_length=1, max_length=128)
+    """The project in wandb; WANDB_ENTITY names its team."""
     console: Literal["plain", "quiet"] = "plain"
     """A line per optimizer step, or evaluations and the summary alone."""
+
+    @field_validator("project")
+    @classmethod
+    def _project_is_one(cls, value: str) -> str:
+        if found := _NOT_IN_PROJECTS & {*value}:
+            raise ValueError(
+                f"is {value!r}, and wandb takes no {min(found)} in the name of a project; name the "
+                "team of team/project by the variable WANDB_ENTITY"
+            )
+        return value
 
 
 class ClusterConfig(Section):

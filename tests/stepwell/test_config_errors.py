@@ -103,6 +103,7 @@ def test_overrides_may_stand_before_and_after_options() -> None:
         ("run.resume=no", "run.resume is no; it should be auto, never, a step or a path"),
         ("trainer.total_steps=yes", "trainer.total_steps is yes; it should be a valid integer"),
         ("backend.lr=on", "backend.lr is on; it should be a valid number"),
+        ("logging.project=team/mine", "logging.project: is 'team/mine', and wandb takes no /"),
         ("rollout=null", "rollout is null; it should be a section"),
         ("rollout=3", "rollout is 3; it should be a section"),
         ("backend.betas=[1]", "backend.betas"),
