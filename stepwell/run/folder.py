@@ -254,6 +254,8 @@ def holder(run_dir: Path, lock: str = LOCK) -> int | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return int(file.read() or 0)
+            except OSError:  # a file system without locks, on which no run begins
+                return None
     except FileNotFoundError:
         pass
     return None
@@ -385,6 +387,11 @@ def _locked(folder: Path, name: str, wait_s: float, taken: str) -> Iterator[IO[s
                     time.sleep(0.02)
                     continue
                 raise ConfigError(taken.format(pid=(folder / name).read_text())) from None
+            except OSError as e:
+                raise ConfigError(
+                    f"run.dir is {str(folder)!r}, on a file system without locks ({e.strerror}); "
+                    "mount it with them (Lustre: flock), or name a folder on another one"
+                ) from e
         file.truncate(0)  # an earlier run's `run.json` is not taken for this one's
         file.write(str(os.getpid()))
         file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import ray
 
 from stepwell.config.load import load_config
-from stepwell.run.folder import begin, only_run_in
+from stepwell.run.folder import begin, holder, only_run_in
 from stepwell.run.train import resume_status, train
 from stepwell.trainer.errors import ConfigError
 
@@ -35,6 +36,25 @@ async def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"run\.dir is '.*file/run', .* \(Not a directory"):
         await train(load_config("quickstart", options))
     assert not ray.is_initialized()
+
+
+def test_a_file_system_without_locks_is_told_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre is, unless it was mounted with `flock`."""
+
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(
+            ConfigError, match=r"run\.dir is .* without locks \(Function not impl.*flock"
+        ),
+        only_run_in(tmp_path),
+    ):
+        pass
+    assert holder(tmp_path) is None, "what only looks goes on"
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
