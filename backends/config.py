@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,6 +18,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
 WeightTransport = Literal["disk", "delta", "nccl", "ipc", "lora"]
 ValueAggregation = Literal["token-mean", "sequence-mean-token-mean", "trajectory-mean"]
+MAX_SEED = 2**32 - 1
+"""The largest seed that numpy takes."""
 
 
 def plain_url(option: str, url: str, remedy: str) -> str:
@@ -30,9 +33,18 @@ def plain_url(option: str, url: str, remedy: str) -> str:
             f"{option} holds a URL with a user name or password, which logs and statistics would "
             "show; leave it out and let engines listen where only the gateway can reach them"
         )
-    if not url.startswith(("http://", "https://")):
+    if not url.startswith(("http://", "https://")) or not _has_place(url):
         raise ValueError(f"{option} is {url!r}; {remedy}")
     return url.rstrip("/")
+
+
+def _has_place(url: str) -> bool:
+    """True if `url` names a host, and a port that there can be."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class EngineConfig(Section):
@@ -70,7 +82,7 @@ class EngineConfig(Section):
     """Tokens between two streamed chunks. Every chunk repeats all before it and costs CPU: with 64
     streams on two busy cores, 1 took 12-47 % of the embedded engine's throughput, 4 at most 13 %.
     The first and the last token are sent at once whatever it is."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
     """Sampling seed of requests that bring none; the run's engine i adds i. Default `run.seed`."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """From launch to the first answer of `/health`, loading included."""
@@ -250,7 +262,7 @@ class TorchBackendConfig(Section):
     `auto`: `last` where it fits (`backends/torch/memory.py`)."""
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
     """Seed of torch, for dropout and for new weights such as adapters. Default `run.seed`."""
     deterministic: bool = False
     """CUDA kernels that give the same bits in every run, slower; the CPU's always do."""

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 Durability: TypeAlias = Literal["none", "process", "power"]
+
+
+def members_of(annotation: Any) -> list[Any]:
+    """`A | B` and `Annotated[A | B, …]` as A and B."""
+    if get_origin(annotation) is Annotated:
+        return members_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [m for arg in get_args(annotation) for m in members_of(arg)]
+    return [annotation]
+
+
+def at_home(path: Path) -> Path:
+    """`path` with its first `~` replaced: a shell leaves that to us in KEY=VALUE."""
+    return Path(os.path.expanduser(path))
 
 
 class Section(BaseModel):
@@ -22,10 +44,34 @@ class Section(BaseModel):
     spelled_out: ClassVar[Callable[[str], dict[str, str]] | None] = None
     """Makes a section of text alone where sections differ by `kind`; None: the text is the kind."""
 
+    @field_validator("*")
+    @classmethod
+    def _home(cls, value: Any) -> Any:
+        return at_home(value) if isinstance(value, Path) else value
+
     @model_validator(mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {cls.named_by: value} if cls.named_by and isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_no_booleans(cls, value: Any) -> Any:
+        """YAML reads on, off, yes and no as booleans, and Python takes those for 1 and 0: here they
+        are text, which no number is."""
+        if not isinstance(value, Mapping):
+            return value
+        wrong = {
+            k: str(v).lower() for k, v in value.items() if isinstance(v, bool) and cls._counts(k)
+        }
+        return {**value, **wrong} if wrong else value
+
+    @classmethod
+    def _counts(cls, name: str) -> bool:
+        """True if the field takes numbers, and neither booleans nor text."""
+        field = cls.model_fields.get(name)
+        takes = [] if field is None else members_of(field.annotation)
+        return bool({int, float} & {*takes}) and not {bool, str, Path, Any} & {*takes}
 
 
 class SelectionConfig(Section):

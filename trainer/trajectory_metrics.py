@@ -11,15 +11,13 @@ and pass@k (`validation.py`).
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from stepwell.datapool.codec import encode_any
 from stepwell.datapool.types import Group, Trajectory
 
 
@@ -75,28 +73,9 @@ def tool_use(groups: Sequence[Group]) -> float | None:
     return float(np.mean([sum(c) > 0 for c in calls])) if any(calls) else None
 
 
-TASK_JSON: Final = "stepwell_task"
-"""Key of a group's metadata: its task as JSON text, if it has an integer beyond 64 bits or half a
-character, which the pool cannot carry; `task` then has the names alone."""
-
-
-def metadata_of_task(task: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a group of this task, for `task_of`."""
-    try:
-        encode_any(task)
-    except (OverflowError, ValueError):
-        names = {name: task[name] for name in ("instance_id", "data_source")}
-        return {"task": names, TASK_JSON: json.dumps(task)}
-    return {"task": task}
-
-
 def task_of(group: Group) -> Mapping[str, Any]:
     """The task that the group's prompt is of; empty if nobody said one."""
-    metadata = group.metadata
-    if isinstance(text := metadata.get(TASK_JSON), str):
-        with suppress(ValueError):  # whose it is, nobody knows
-            metadata = {"task": json.loads(text)}
-    return mapping_in(metadata, "task")
+    return mapping_in(group.metadata, "task")
 
 
 def mapping_in(metadata: Mapping[str, Any], key: str) -> Mapping[str, Any]:

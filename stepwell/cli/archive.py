@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from stepwell.cli.look import Commands, add_command, add_run, answer
+from stepwell.cli.look import Commands, add_command, add_run, answer, check_place
 from stepwell.trainer.errors import ConfigError
 
 
@@ -96,6 +96,8 @@ def _query(args: argparse.Namespace) -> None:
         raise ConfigError(f"--limit is {args.limit}; give 1 or more")
     if args.to is not None and args.to.exists():
         raise ConfigError(f"--to is {str(args.to)!r}, which exists; name a new file")
+    if args.to is not None:
+        check_place("--to", args.to)
     if args.order not in (*ORDERS, "relevance"):
         raise ConfigError(f"--order is {args.order!r}; there are {', '.join(ORDERS)}, relevance")
     if args.order == "relevance" and not args.search:

@@ -6,9 +6,10 @@ Owns: copying `template/` and putting the name in. Does not own what the files s
 
 from __future__ import annotations
 
-import re
+import shlex
 from pathlib import Path
 
+from stepwell.config.load import named_as
 from stepwell.trainer.errors import ConfigError
 
 TEMPLATE = Path(__file__).resolve().parent / "template"
@@ -20,7 +21,7 @@ def write_project(folder: Path) -> str:
     Raises:
         ConfigError: the folder exists, or cannot be written.
     """
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name)
+    name = named_as(folder.resolve().name)
     files = sorted(path for path in TEMPLATE.iterdir() if path.is_file())
     try:
         folder.mkdir(parents=True)
@@ -32,6 +33,6 @@ def write_project(folder: Path) -> str:
         raise ConfigError(f"{folder} cannot be written ({e.strerror}); choose another") from e
     written = "\n".join(f"  {folder / file.name}" for file in files)
     return (
-        f"{written}\nnext: cd {folder} && stepwell train --config config.yaml\n"
+        f"{written}\nnext: cd {shlex.quote(str(folder))} && stepwell train --config config.yaml\n"
         "test: pip install pytest && python -m pytest    (agent and reward, without a model)"
     )

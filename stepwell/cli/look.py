@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable
@@ -160,30 +161,53 @@ def _filters(args: argparse.Namespace) -> dict[str, Any]:
 def console() -> Any:
     """For people: colours on a terminal that wants them, whole names in a pipe, and no markup:
     names may have brackets."""
-    from rich.console import Console
+    from stepwell.track.console import Terminal
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
-    return Console(highlight=False, markup=False, width=width)
+    return Terminal(highlight=False, markup=False, width=width)
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, default=str), flush=True)
+def print_json(value: Any) -> bool:
+    """Print `value` for programs; False: nobody reads any more."""
+    return print_text(json.dumps(_finite(value), default=str))
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for NaN and infinity, which JSON does not have."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value
+
+
+def print_text(text: str) -> bool:
+    """Print `text`, which `head` or a pager may not read to its end; False: nobody reads any
+    more."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        from stepwell.track.console import print_nowhere
+
+        print_nowhere()
+        return False
+    return True
 
 
 def answer(
     args: argparse.Namespace, value: Any, shown: str | Callable[[Any], RenderableType]
 ) -> None:
-    """Print `value` for `--json`, else what people are shown of it, which `head` or a pager may not
-    read to its end."""
-    try:
-        if args.json:
-            print_json(value)
-        elif isinstance(shown, str):
-            print(shown, flush=True)
-        else:
-            console().print(shown(value))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+    """Print `value` for `--json`, else what people are shown of it."""
+    if args.json:
+        print_json(value)
+    elif isinstance(shown, str):
+        print_text(shown)
+    else:
+        console().print(shown(value))
 
 
 def _of_run(where: str | None, look: Callable[[RunView], Awaitable[T]]) -> T:
@@ -195,6 +219,15 @@ def _of_run(where: str | None, look: Callable[[RunView], Awaitable[T]]) -> T:
             return await look(view)
 
     return asyncio.run(looked())
+
+
+def check_place(name: str, file: Path) -> None:
+    """
+    Raises:
+        ConfigError: the argument `name` is a file in a folder that does not exist.
+    """
+    if not file.parent.is_dir():
+        raise ConfigError(f"{name} is {file}, and there is no folder {file.parent}; make it first")
 
 
 # -- the commands ------------------------------------------------------------------------------
@@ -220,10 +253,11 @@ def _top(args: argparse.Namespace) -> None:
         if not args.json:
             await watch(view, console(), args.interval)
         while True:
-            print_json(await read_status(view))
+            if not print_json(await read_status(view)):
+                return
             await asyncio.sleep(args.interval)
 
-    with suppress(KeyboardInterrupt, BrokenPipeError):  # that is how it ends
+    with suppress(KeyboardInterrupt):  # that is how it ends
         _of_run(args.where, top)
 
 
@@ -262,6 +296,8 @@ def _show(args: argparse.Namespace) -> None:
 def _view(args: argparse.Namespace) -> None:
     from stepwell.show.dashboard import view
 
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port is {args.port}; give one up to 65535, or 0 for a free one")
     asyncio.run(view(args.where, args.port))
 
 
@@ -281,7 +317,7 @@ def _doctor(args: argparse.Namespace) -> int:
         raise ConfigError(f"give one RUN, or --config and KEY=VALUE, not both: {' '.join(named)}")
     config, run, folder = None, None, Path()
     if named:
-        from stepwell.config.run import RunConfig
+        from stepwell.config.load import recorded_config
         from stepwell.layout import RUN_FILE
         from stepwell.run.find import find_run
         from stepwell.run.folder import holder
@@ -289,7 +325,7 @@ def _doctor(args: argparse.Namespace) -> int:
         folder = Path(named[0])
         if not (folder / RUN_FILE).is_file() or holder(folder) is not None:
             folder, run = find_run(named[0])
-            config = RunConfig.model_validate(run.config, context={"here": False})
+            config = recorded_config(folder, run.config)
     elif args.config is not None or overrides:
         from stepwell.config.load import load_config
 
@@ -319,6 +355,7 @@ def _export(args: argparse.Namespace) -> None:
 
     if args.file.exists() and not args.overwrite:
         raise ConfigError(f"{args.file} exists; choose another name, or give --overwrite")
+    check_place("FILE", args.file)
     pictures = "embedded" if args.embed_pictures else "files"
     chosen = _filters(args) | {"overwrite": args.overwrite, "pictures": pictures}
     done = _of_run(

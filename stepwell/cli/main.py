@@ -41,7 +41,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -53,7 +53,9 @@ from stepwell.cli.look import (
     add_commands,
     add_data_commands,
     answer,
+    console,
     print_json,
+    print_text,
 )
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, NoCheckpointError, TrainerError
 from stepwell.version import __version__
@@ -75,9 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         args.overrides += rest
-    # Agents, rewards and configs are looked up from the folder the command is run in, as with
-    # `python -m`.
-    sys.path.insert(0, os.getcwd())
+    with suppress(AttributeError):  # of a stream that somebody put in its place
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        # Agents, rewards and configs are looked up from the folder the command is run in, as with
+        # `python -m`.
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError:
+        print("stepwell: the working folder was removed; cd to one that is there", file=sys.stderr)
+        return 2
     try:
         with terminated_as_interrupted():
             return args.run(args) or 0
@@ -350,7 +358,7 @@ def _answer_names(args: argparse.Namespace) -> None:
 def _init(args: argparse.Namespace) -> None:
     from stepwell.cli.init import write_project
 
-    print(write_project(args.folder))
+    print_text(write_project(args.folder))
 
 
 def _step(args: argparse.Namespace) -> Any:
@@ -431,6 +439,11 @@ def _delete(args: argparse.Namespace) -> None:
     from stepwell.run.deletion import delete
 
     asked = Delete(args.trajectory, args.tag, args.user)
+    if missing := [path for path in args.exports if not path.is_file()]:
+        raise ConfigError(
+            f"--exports is {missing[0]}, which is no file: nothing was deleted; name what "
+            "`stepwell data export` wrote"
+        )
     lines = asyncio.run(delete(args.run_dir, asked, args.exports))
     answer(args, {"done": lines}, "\n".join(lines))
 
@@ -441,7 +454,7 @@ def _backends(args: argparse.Namespace) -> None:
     if args.json:
         print_json({kind: list(map(asdict, found)) for kind, _, found in survey()})
     else:
-        show_plugins()
+        show_plugins(console())
 
 
 @contextmanager
@@ -494,6 +507,7 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
 
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def _expected(error: BaseException) -> tuple[str | None, int]:
@@ -518,6 +532,9 @@ def _expected(error: BaseException) -> tuple[str | None, int]:
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         where = f"the disk of {error.filename}" if error.filename else "a disk"
         return f"{where} is full ({error.strerror}); free space and run the same command again", 1
+    if isinstance(error, OSError) and error.errno in _FORBIDDEN and error.filename is not None:
+        remedy = "run this as a user who may, or name another place"
+        return f"{error.filename} may not be read or written ({error.strerror}); {remedy}", 1
     return None, 1
 
 

@@ -37,8 +37,14 @@ class Problem:
     text: str
 
 
-def explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]:
-    """The problems of the configuration `raw`."""
+def explain(
+    error: ValidationError, raw: Mapping[str, Any], typed: Mapping[tuple[str, ...], str] = {}
+) -> Iterator[Problem]:
+    """The problems of the configuration `raw`.
+
+    Args:
+        typed: numbers and booleans as the command line has them, by key.
+    """
     wanted: dict[tuple[str, ...], list[str]] = {}
     values: dict[tuple[str, ...], object] = {}
     for detail in error.errors():
@@ -59,7 +65,7 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]
             tagged = detail["type"].startswith("union_tag")
             parts = (*parts, "kind") if tagged else parts
             values[parts] = child(detail["input"], "kind") if tagged else detail["input"]
-            wanted.setdefault(parts, []).append(_wanted(detail, parts))
+            wanted.setdefault(parts, []).append(_wanted(detail, parts, typed.get(parts)))
     for parts, texts in wanted.items():
         if not _given(parts, raw) and any(
             _given(p, raw) for p in wanted if values[p] == values[parts]
@@ -67,7 +73,8 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]
             continue  # filled in from another key, which is the wrong one
         told = ", or ".join(dict.fromkeys(texts)).replace(", or be ", ", or ")
         key = ".".join(parts)
-        yield Problem(parts, f"{key} is {told_value(values[parts])}; it should {told}")
+        value = typed.get(parts) or told_value(values[parts])
+        yield Problem(parts, f"{key} is {value}; it should {told}")
 
 
 def told_value(value: object) -> str:
@@ -109,8 +116,12 @@ def _given(parts: Sequence[str], raw: object) -> bool:
     return True
 
 
-def _wanted(detail: ErrorDetails, parts: Sequence[str]) -> str:
-    """Return the demand on the value, such as "be a path", from pydantic's words."""
+def _wanted(detail: ErrorDetails, parts: Sequence[str], typed: str | None) -> str:
+    """Return the demand on the value, such as "be a path", from pydantic's words.
+
+    Args:
+        typed: the value, if it is a number or a boolean of the command line.
+    """
     kind, value = detail["type"], detail["input"]
     if kind in ("model_type", "model_attributes_type"):
         return "be a section, {key: value, …}"
@@ -122,7 +133,7 @@ def _wanted(detail: ErrorDetails, parts: Sequence[str]) -> str:
         return "be a path"
     if kind == "string_type":
         if isinstance(value, int | float):
-            quoted = f'"{told_value(value)}"'
+            quoted = f'"{typed or told_value(value)}"'
             item = any(part.isdecimal() for part in parts)  # lists are given whole
             return f"be text, in quotes: {quoted if item else '.'.join(parts) + f'={quoted!r}'}"
         return "be text"

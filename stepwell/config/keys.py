@@ -14,8 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
@@ -23,6 +22,7 @@ from pydantic_core import PydanticUndefined, core_schema, to_jsonable_python
 
 from stepwell.config.migration import known_as
 from stepwell.config.run import RunConfig
+from stepwell.datapool.config import members_of
 from stepwell.trainer.errors import ConfigError
 
 ROOT: tuple[Any, ...] = (RunConfig,)
@@ -32,7 +32,7 @@ ROOT: tuple[Any, ...] = (RunConfig,)
 def models_of(types: Sequence[Any], value: object) -> list[type[BaseModel]]:
     """The sections that `value` may be, given its types. Where sections differ by `kind` and
     `value` names one, that one alone."""
-    models = [m for t in types for m in _members(t) if _is_model(m)]
+    models = [m for t in types for m in members_of(t) if _is_model(m)]
     kind = value.get("kind") if isinstance(value, Mapping) else None
     return [m for m in models if kind in kinds_of(m)] or models
 
@@ -61,7 +61,7 @@ def types_of(types: Sequence[Any], value: object, key: str) -> list[Any]:
     fields = [m.model_fields[key] for m in models_of(types, value) if key in m.model_fields]
     if fields:
         return [field.annotation for field in fields]
-    return [item for t in types for m in _members(t) for item in _items(m)]
+    return [item for t in types for m in members_of(t) for item in _items(m)]
 
 
 def fields_at(raw: object, parts: Sequence[str]) -> list[str]:
@@ -281,7 +281,7 @@ def _word(node: dict[str, Any]) -> str:
         return f"list of {' and '.join(dict.fromkeys(map(_word, items)))}"
     if "properties" in node:
         return str(node["title"])
-    bounds = [f" {sign} {node[bound]:g}" for bound, sign in _BOUNDS.items() if bound in node]
+    bounds = [f" {sign} {node[bound]:.12g}" for bound, sign in _BOUNDS.items() if bound in node]
     word = _WORDS.get(node.get("format", kind), str(kind))
     return word + ",".join(bounds)
 
@@ -300,15 +300,6 @@ _WORDS = {
 
 def _is_model(t: Any) -> bool:
     return isinstance(t, type) and issubclass(t, BaseModel)
-
-
-def _members(t: Any) -> list[Any]:
-    """`A | B` and `Annotated[A | B, …]` as A and B."""
-    if get_origin(t) is Annotated:
-        return _members(get_args(t)[0])
-    if get_origin(t) in (Union, UnionType):
-        return [m for arg in get_args(t) for m in _members(arg)]
-    return [t]
 
 
 def _items(t: Any) -> list[Any]:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -64,6 +64,8 @@ class Layer:
     path: Path | None
     """None is the command line."""
     values: Raw
+    typed: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    """Numbers and booleans as they were typed, by key: 1e3, 007, on."""
 
     def depth(self, parts: Sequence[str]) -> int:
         """Return the number of leading `parts` that this layer sets."""
@@ -133,7 +135,7 @@ def load_config(
     """
     path = None if name is None else _named(name)
     given, lines = _read_overrides(overrides)
-    layers = [*(_read_files(path, ()) if path else ()), Layer(None, given)]
+    layers = [*(_read_files(path, ()) if path else ()), given]
     merged = _merged(layers)
     model, rollout = merged.get("model"), merged.get("rollout")
     has_model = isinstance(model, dict) and "path" in model
@@ -195,12 +197,11 @@ def attached_config(
         ConfigError: as `load_config`; or a key is given that the run's other parts go by, or a
             secret is not.
     """
-    own = values | {"run": values["run"] | {"dir": str(run_dir), "resume": "auto"}}
-    own["gateway"] = {k: v for k, v in values["gateway"].items() if k not in _GATEWAYS_ALONE}
+    own = _without_keys(values) | {"run": values["run"] | {"dir": str(run_dir), "resume": "auto"}}
     path = run_dir / RUN_FILE
     served = Layer(path, own)
     given, lines = _read_overrides(overrides)
-    above = [*([] if name is None else _read_files(_named(name), ())), Layer(None, given)]
+    above = [*([] if name is None else _read_files(_named(name), ())), given]
     config = _validated([served, *above], lines, path)
     before = _validated([served], [], path)
     for section in RunConfig.model_fields.keys() - TRAINERS_SECTIONS:
@@ -242,7 +243,7 @@ def eval_config(
         ConfigError: as `load_config`; or a secret is not given again.
     """
     run = values["run"]
-    own = values | {
+    own = _without_keys(values) | {
         "run": run | {"name": f"{run['name']}-eval", "dir": str(run_dir / EVAL)},
         "validation": values["validation"] | {"only": True},
         "pool": values["pool"]
@@ -250,14 +251,35 @@ def eval_config(
         "logging": {"wandb": "disabled", "console": "quiet"},
     }
     own["run"]["resume"] = str(checkpoint)
-    own["gateway"] = {k: v for k, v in values["gateway"].items() if k not in _GATEWAYS_ALONE}
     own["gateway"] |= {"port": 0, "public_url": None}
     given, lines = _read_overrides(overrides)
     path = run_dir / RUN_FILE
-    config = _validated([Layer(path, own), Layer(None, given)], lines, path)
+    config = _validated([Layer(path, own), given], lines, path)
     if lines := _hidden(config.model_dump(mode="json"), path):
         raise ConfigError("\n".join(lines))
     return config
+
+
+def recorded_config(run_dir: Path, values: Raw) -> RunConfig:
+    """The configuration that a run was started with, less the gateway's keys, to be looked at.
+
+    Args:
+        values: the run's resolved configuration, from its `run.json`.
+
+    Raises:
+        ConfigError: another release wrote it, with other keys.
+    """
+    try:
+        return RunConfig.model_validate(_without_keys(values), context={"here": False})
+    except ValidationError as e:
+        path = run_dir / RUN_FILE
+        raise ConfigError("\n".join(f"{path}: {p.text}" for p in explain(e, values))) from e
+
+
+def _without_keys(values: Raw) -> Raw:
+    """A run's resolved configuration without the keys of its gateway, which `run.json` hides."""
+    gateway = values.get("gateway", {})
+    return values | {"gateway": {k: v for k, v in gateway.items() if k not in _GATEWAYS_ALONE}}
 
 
 TRAINERS_SECTIONS = RunConfig.model_fields.keys() & {
@@ -317,7 +339,8 @@ def _validated(
         text = f"{key}: {str(e).splitlines()[0]}; {remedy}"
         problems = [Problem(tuple(key.split(".")), text)]
     except ValidationError as e:
-        problems = list(explain(e, raw))
+        typed = {key: text for layer in layers for key, text in layer.typed.items()}
+        problems = list(explain(e, raw, typed))
     else:
         if not lines:
             return config
@@ -355,7 +378,12 @@ def _name(values: Raw, path: Path | None) -> None:
         is_file = file.endswith(".py")
         name = Path(file).stem if is_file else re.split("[:.]", agent)[-2:][0]
     if isinstance(run, dict) and "name" not in run and name:
-        run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+        run["name"] = named_as(name)
+
+
+def named_as(text: str) -> str:
+    """The nearest name of a run."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
 
 
 def fetch_models(raw: Raw) -> None:
@@ -431,9 +459,10 @@ def _is_indented_by_tab(path: Path, error: MarkedYAMLError) -> bool:
     return "\t" in line[: len(line) - len(line.lstrip())]
 
 
-def _read_overrides(overrides: Sequence[str]) -> tuple[Raw, list[str]]:
+def _read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[str]]:
     """All overrides as one layer, and a line for each that is none."""
     layer: Raw = {}
+    typed: dict[tuple[str, ...], str] = {}
     lines = []
     for override in overrides:
         key, sep, value = override.partition("=")
@@ -450,6 +479,9 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Raw, list[str]]:
             continue
         try:
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+        except UnicodeError:  # the name of an old file, mostly
+            lines.append(f"override {override!r} is no UTF-8; rename what it names")
+            continue
         except (OmegaConfBaseException, YAMLError) as e:
             lines.append(
                 f"override {override!r} is not understood: {str(e).splitlines()[0]}; close what is "
@@ -457,10 +489,14 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Raw, list[str]]:
             )
             continue
         nested: Any = given["value"]
-        for part in reversed(key.split(".")):
+        parts = key.split(".")
+        typed.pop(tuple(parts), None)
+        if isinstance(nested, int | float):
+            typed[tuple(parts)] = value.strip()
+        for part in reversed(parts):
             nested = {part: nested}
         layer = _over(layer, nested, ROOT, one_layer=True)
-    return layer, lines
+    return Layer(None, layer, typed), lines
 
 
 class _Whole(dict[str, Any]):

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, ValidationInfo, model_validator
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from stepwell.backends.config import EngineConfig, TorchBackendConfig
+from stepwell.backends.config import MAX_SEED, EngineConfig, TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.hub import RUNS, is_hub_id
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
-from stepwell.datapool.config import ChannelConfig, PoolConfig, Section
+from stepwell.datapool.config import ChannelConfig, PoolConfig, Section, at_home
 from stepwell.datapool.types import SFT, TRAIN
 from stepwell.gateway.config import GatewayConfig
 from stepwell.layout import ARCHIVE, POOL
@@ -50,11 +51,18 @@ class RunSection(Section):
     dir: Path = Path(RUNS)
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs. Default
     runs/NAME."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
     """Random seed of every part that draws and has no seed of its own."""
     resume: Literal["auto", "never"] | NonNegativeInt | Path = "auto"
     """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over;
     a step goes back to that one; a path starts from the checkpoint of another run."""
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # of YAML's yes and no; as text it would be a path
+            raise PydanticCustomError("resume", "Input should be auto, never, a step or a path")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -63,6 +71,9 @@ class RunSection(Section):
         if isinstance(name, str) and "dir" not in raw:
             return {**raw, "dir": Path(RUNS) / name}
         return raw
+
+
+_NOT_IN_PROJECTS = frozenset("/\\#?%:")
 
 
 class LoggingConfig(Section):
@@ -76,10 +87,20 @@ class LoggingConfig(Section):
     names: Literal["stepwell", "verl"] = "stepwell"
     """`verl`: wandb and TensorBoard get figures that verl has, too, under its names as well
     (docs/metrics.md); Prometheus and `metrics.jsonl` have ours alone."""
-    project: str = "stepwell"
-    """The project in wandb."""
+    project: str = Field(default="stepwell", min_length=1, max_length=128)
+    """The project in wandb; WANDB_ENTITY names its team."""
     console: Literal["plain", "quiet"] = "plain"
     """A line per optimizer step, or evaluations and the summary alone."""
+
+    @field_validator("project")
+    @classmethod
+    def _project_is_one(cls, value: str) -> str:
+        if found := _NOT_IN_PROJECTS & {*value}:
+            raise ValueError(
+                f"is {value!r}, and wandb takes no {min(found)} in the name of a project; name the "
+                "team of team/project by the variable WANDB_ENTITY"
+            )
+        return value
 
 
 class ClusterConfig(Section):
@@ -150,6 +171,7 @@ class RunConfig(Section):
                 section[key] = value
 
         model, seed = given.get("model", {}).get("path"), given.get("run", {}).get("seed")
+        model = str(at_home(Path(model))) if isinstance(model, str) else model
         fill(given.get("engine"), "model_path", model)
         fill(given.get("gateway"), "tokenizer_path", model)
         for section in (given.get("engine"), given.get("backend")):

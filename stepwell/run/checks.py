@@ -53,7 +53,7 @@ from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.server import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
-from stepwell.run.folder import refuse_second_run
+from stepwell.run.folder import refuse_second_run, refuse_to_remove
 from stepwell.run.resume import check_resumed, check_same_data
 from stepwell.track.prometheus import check_address
 from stepwell.trainer.checkpoint import CheckpointStore
@@ -162,6 +162,7 @@ def named(key: str) -> Iterator[None]:
 def run_folder(config: RunConfig) -> None:
     _writable(config.run.dir, "run.dir")
     refuse_second_run(config.run.dir)
+    refuse_to_remove(config)
 
 
 def folders(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ so a score is what training would have measured. Owns which configuration that i
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepwell.config.load import eval_config, load_config
+from stepwell.config.load import eval_config, load_config, named_as
 from stepwell.config.run import RunConfig
 from stepwell.layout import CHECKPOINTS, RUN_FILE
 from stepwell.run.folder import holder, read_run
@@ -53,9 +54,9 @@ def evaluation_of(
                 "model, say on what: --config PRESET or rollout.agent=MODULE:FUNCTION "
                 "data.val=TASKS.jsonl"
             )
-        run = f"eval-{Path(what).name or 'model'}"
+        run = f"eval-{named_as(Path(what).name or 'model')}"
         own = [f"run.name={run}", "logging.wandb=disabled", "logging.console=quiet"]
-        only = [f"model.path={what}", "validation.only=true"]
+        only = [f"model.path={json.dumps(what)}", "validation.only=true"]
         return load_config(name, [*own, *overrides, *only])
     if name is not None:
         raise ConfigError(

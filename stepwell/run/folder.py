@@ -32,14 +32,21 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from stepwell.cluster.address import RayPart
 from stepwell.config.run import RunConfig
 from stepwell.config.secrets import without_secrets
+from stepwell.datapool.files.copies import VALIDATION
+from stepwell.datapool.files.trained import TRAINED
 from stepwell.datapool.sealed import read_sealed, sealed, write_durably
 from stepwell.errors import NoRunError, RunUnavailableError
-from stepwell.layout import ARCHIVE, RUN_FILE
+from stepwell.layout import ARCHIVE, CHECKPOINTS, LOGS, POOL, REPLAY, RUN_FILE, WEIGHTS
 from stepwell.trainer.errors import ConfigError
 from stepwell.version import versions
 
 LOCK = "run.lock"
 TRAINER_LOCK = "trainer.lock"
+STARTED_OVER = (
+    *(WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, TRAINED, REPLAY),
+    *("wandb", "tensorboard"),
+)
+"""Folders that `run.resume: never` removes."""
 LOCK_WAIT_S = 0.5
 """A reader that looks whether the run is alive holds the lock for a moment."""
 REPAIR_S = 3.0
@@ -247,6 +254,8 @@ def holder(run_dir: Path, lock: str = LOCK) -> int | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return int(file.read() or 0)
+            except OSError:  # a file system without locks, on which no run begins
+                return None
     except FileNotFoundError:
         pass
     return None
@@ -275,6 +284,38 @@ def _runs_in(folder: Path) -> str:
         f"another run is alive in {folder} (process {{pid}}); stop it first, or choose another "
         "run.name"
     )
+
+
+def refuse_to_remove(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: the start would remove what is no run's, or a model that it names.
+    """
+    folder = config.run.dir
+    removed = STARTED_OVER if config.run.resume == "never" else (WEIGHTS,)
+    foreign = [
+        name for name in removed if (folder / name).is_dir() and any((folder / name).iterdir())
+    ]
+    if foreign and not any((folder / name).exists() for name in (RUN_FILE, LOCK)):
+        raise ConfigError(
+            f"run.dir is {str(folder)!r}, where no run was and {', '.join(foreign)} would be "
+            "removed; name a new folder"
+        )
+    tokenizer = config.gateway.tokenizer_path
+    models = {
+        "model.path": config.model.path,
+        "backend.reference_path": config.backend.reference_path,
+        "algorithm.critic.path": config.algorithm.critic.path,
+        "engine.model_path": config.engine.model_path,
+        "gateway.tokenizer_path": None if tokenizer is None else Path(tokenizer),
+    }
+    for key, path in models.items():
+        for name in removed:
+            if path is not None and path.resolve().is_relative_to((folder / name).resolve()):
+                raise ConfigError(
+                    f"{key} is {str(path)!r}, and the start of this run removes {folder / name}; "
+                    "choose another run.name, or copy the model first"
+                )
 
 
 @contextmanager
@@ -346,6 +387,11 @@ def _locked(folder: Path, name: str, wait_s: float, taken: str) -> Iterator[IO[s
                     time.sleep(0.02)
                     continue
                 raise ConfigError(taken.format(pid=(folder / name).read_text())) from None
+            except OSError as e:
+                raise ConfigError(
+                    f"run.dir is {str(folder)!r}, on a file system without locks ({e.strerror}); "
+                    "mount it with them (Lustre: flock), or name a folder on another one"
+                ) from e
         file.truncate(0)  # an earlier run's `run.json` is not taken for this one's
         file.write(str(os.getpid()))
         file.flush()

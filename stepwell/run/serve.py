@@ -23,25 +23,23 @@ from stepwell.backends.weights import Published, WeightStore, publish
 from stepwell.backends.weights.transports import Disk, Lora
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
-from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION
-from stepwell.datapool.files.trained import TRAINED
+from stepwell.datapool.files.copies import OLD, ROLLOUTS
 from stepwell.datapool.log_files import logging_to
 from stepwell.datapool.sealed import remove_drafts
 from stepwell.datapool.store.folder import holder
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
 from stepwell.layout import (
-    CHECKPOINTS,
     GATEWAY_KEY,
     LOGS,
     POOL,
-    REPLAY,
     RUN_FILE,
     SERVE_LOG,
     TRAINER_LOG,
     WEIGHTS,
 )
 from stepwell.run.folder import (
+    STARTED_OVER,
     EnginesPart,
     GatewayPart,
     PoolPart,
@@ -222,8 +220,7 @@ def start_over(folder: Path) -> None:
                 f"run.resume is never, but process {pid} has the pool of {folder} open; stop that "
                 "run first, or choose another run.name"
             )
-    written = (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, TRAINED, PROFILE, REPLAY)
-    for name in (*written, "wandb", "tensorboard"):
+    for name in (*STARTED_OVER, PROFILE):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
         (folder / name).unlink(missing_ok=True)

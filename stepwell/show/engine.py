@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from packaging.version import Version
 
-from stepwell.backends.config import EngineConfig
+from stepwell.backends.config import EngineConfig, plain_url
 from stepwell.backends.engines.api import (
     Engine,
     GenerateRequest,
@@ -30,6 +30,7 @@ from stepwell.backends.errors import EngineError
 from stepwell.gateway.engine.generation import Part
 from stepwell.gateway.errors import GatewayError
 from stepwell.show.doctor import Finding, State
+from stepwell.trainer.errors import ConfigError
 
 LIMIT_S = 60.0
 _N_TOKENS = 3
@@ -43,8 +44,13 @@ def check_engine(url: str, kind: str | None = None) -> Iterator[Finding]:
 
     Raises:
         BackendConfigError: there is no such kind here.
+        ConfigError: `url` is none.
     """
-    yield from asyncio.run(_findings(url.rstrip("/"), kind))
+    try:
+        url = plain_url("--engine", url, "write http://host:port")
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
+    yield from asyncio.run(_findings(url, kind))
 
 
 async def _findings(url: str, kind: str | None) -> list[Finding]:

@@ -39,9 +39,8 @@ def survey() -> list[tuple[str, str, list[Found]]]:
     ]
 
 
-def show_plugins(console: Console | None = None) -> None:
+def show_plugins(console: Console) -> None:
     """A table for each kind of plug-in, and below it what is wrong with any."""
-    console = console or Console(highlight=False)
     for title, key, found in survey():
         console.print(Text.assemble((title, "bold"), "  ", (key, "dim")), end="\n\n")
         console.print(Padding(_table(found), (0, 0, 1, 2)))

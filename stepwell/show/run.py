@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from stepwell.backends.hub import RUNS
-from stepwell.config.run import RunConfig
+from stepwell.config.load import recorded_config
 from stepwell.datapool import DataPoolClient
 from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.errors import NoJournalError
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.layout import RUN_FILE
@@ -102,7 +101,7 @@ async def open_run(where: str | None) -> AsyncIterator[RunView]:
     """The run at `where`: a folder, or host:port of its Ray; None: see `choose_run`.
 
     Raises:
-        ConfigError, NoRunError: there is no run.
+        ConfigError, NoRunError: there is no run, or it has ended and has no journal.
         RunUnavailableError: it is alive, and its pool is out of reach.
         JournalError: it has ended, and its journal is damaged.
     """
@@ -113,7 +112,17 @@ async def open_run(where: str | None) -> AsyncIterator[RunView]:
         async with connect(place) as pool:
             yield RunView(folder, run, True, pool, files)
     else:
-        pool = stopped_pool(journal_folder(folder), limits_of(run))
+        limits = limits_of(run)
+        try:
+            pool = stopped_pool(journal_folder(folder), limits)
+        except NoJournalError as e:
+            why = "has no journal: it ended before its pool was up, or that was removed"
+            if limits.durability == "none":
+                why = "has pool.durability none, which keeps nothing of its pool"
+            raise ConfigError(
+                f"the run in {folder} {why}; there is nothing to look at: start it again, and look "
+                "at it while it is alive"
+            ) from e
         yield RunView(folder, run, False, pool, files)
 
 
@@ -128,6 +137,6 @@ def _found(place: Path | str) -> tuple[Path, RunFile, bool]:
 def limits_of(run: RunFile) -> PoolConfig:
     """Return the limits by which groups were held or dropped."""
     try:
-        return RunConfig.model_validate(run.config, context={"here": False}).pool_of_run
-    except ValidationError:  # another release's keys
+        return recorded_config(run.folder, run.config).pool_of_run
+    except ConfigError:  # another release's keys
         return PoolConfig()

@@ -42,7 +42,8 @@ async def read_status(view: RunView) -> dict[str, Any]:
             pool = await view.pool.get_statistics()
     except (DataPoolError, TimeoutError) as e:
         pool = {"error": str(e) or f"no answer in {ANSWER_S:g} s"}
-    disk = shutil.disk_usage(view.folder)
+    # A run that was found by the address of its Ray may have its folder on another machine.
+    disk = shutil.disk_usage(view.folder) if view.folder.is_dir() else None
     return {
         "run": run.name,
         "folder": str(view.folder),
@@ -60,7 +61,7 @@ async def read_status(view: RunView) -> dict[str, Any]:
             "rewards": [r.get("reward/mean") for r in records],
         },
         "evaluations": await asyncio.to_thread(_evaluations, view),
-        "disk": {"free_bytes": disk.free, "total_bytes": disk.total},
+        "disk": disk and {"free_bytes": disk.free, "total_bytes": disk.total},
     }
 
 
@@ -129,14 +130,18 @@ def status_screen(
     parts = Table.grid(padding=(0, 2))
     parts.add_column(no_wrap=True, style="bold")
     parts.add_column()
+    is_here = status["disk"] is not None
+    elsewhere = (
+        "" if is_here else ", not on this machine: neither its trainer nor its figures are seen"
+    )
     for name, text in (
-        ("folder", Text(status["folder"])),
+        ("folder", Text(f"{status['folder']}{elsewhere}")),
         *(("gateway", _gateway(each, rates)) for each in status["gateways"]),
         *(("engine", _engine(each)) for each in _engines(status)),
-        ("trainer", _trainer(status)),
+        ("trainer", _trainer(status) if is_here else None),
         ("reward", _reward(status)),
         ("waits", _waits(status)),
-        ("disk", _disk(status["disk"])),
+        ("disk", _disk(status["disk"]) if is_here else None),
     ):
         if text:
             parts.add_row(name, text)

@@ -92,7 +92,7 @@ async def read_groups(
             f"{view.folder}; `stepwell groups` lists them, and `stepwell show` finds one that was "
             "trained or dropped"
         )
-    rows = await asyncio.to_thread(with_rewards, view.run.folder, rows)
+    rows = await asyncio.to_thread(with_rewards, view.folder, rows)
     found: dict[str, Any] = {
         "run": view.run.name,
         "channel": channel,

@@ -57,7 +57,8 @@ def _score(record: Mapping[str, Any]) -> float | None:
 
 def _rewards(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """(last step, mean reward) of each whole window."""
-    known = [(int(r["step"]), r["reward/mean"]) for r in records if "reward/mean" in r]
+    key = "reward/mean"
+    known = [(int(r["step"]), r[key]) for r in records if r.get(key) is not None]
     windows = [known[at : at + WINDOW] for at in range(0, len(known) - WINDOW + 1, WINDOW)]
     return [(window[-1][0], float(np.mean([r for _, r in window]))) for window in windows]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,11 +49,25 @@ def all_safe(value: Any) -> Any:
             return value
 
 
+class Terminal(Console):
+    """A console whose reader may go before the end, as `head` and a `tee` that was interrupted do:
+    whoever prints goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        print_nowhere()
+
+
+def print_nowhere() -> None:
+    """Discard what is printed from now on, and what Python flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Display:
     """Shows how the run called `name` goes on; `quiet` has no line for a step."""
 
     def __init__(self, name: str, mode: Literal["plain", "quiet"]) -> None:
-        self.console = Console(highlight=False)
+        self.console = Terminal(highlight=False)
         self._name = name
         self._mode = mode
 

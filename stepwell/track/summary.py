@@ -31,14 +31,14 @@ def summarise(
     records = [r for r in records if "trajectories" in r]  # others are evaluations alone
 
     def mean(key: str) -> float | None:
-        values = [r[key] for r in records if r.get(key) is not None]
+        values = _known(records, key)
         return float(np.mean(values)) if values else None
 
     compared = [e for e in progress.evaluations if e.comparable_score is not None]
     before = next((e for e in compared[:1] if e.weights_step == 0), None)
     after = compared[-1] if compared else None
 
-    gaps = [r["log_prob_gap"] for r in records if r.get("log_prob_gap") is not None]
+    gaps = _known(records, "log_prob_gap")
     return {
         "name": name,
         "optimizer_steps": progress.updates,
@@ -52,8 +52,8 @@ def summarise(
         "staleness_mean": mean("staleness/mean"),
         "steps_per_trajectory_mean": mean("num_turns/mean"),
         "tokens_per_s_mean": mean("tokens_per_s"),
-        "rewards": [r["reward/mean"] for r in records if "reward/mean" in r],
-        "sft_loss": [r["sft/loss"] for r in records if "sft/loss" in r],
+        "rewards": _known(records, "reward/mean"),
+        "sft_loss": _known(records, "sft/loss"),
         "trajectories_trained": sum(r["trajectories"] for r in records if not r.get("ppo_epoch")),
         "groups_dropped": records[-1]["pool/dropped"] if records else 0,
         **waits(records),
@@ -62,6 +62,16 @@ def summarise(
         "peak_memory_gb": peak_bytes / 1e9,
         "evals": [asdict(e) for e in progress.evaluations],
     }
+
+
+def _known(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The figures that are numbers: one that was NaN is null in metrics.jsonl."""
+    return [r[key] for r in records if r.get(key) is not None]
+
+
+def _or_nan(records: Sequence[Mapping[str, Any]], key: str, missing: float) -> list[float]:
+    """A figure of every record, NaN for null, which is not drawn."""
+    return [np.nan if (value := r.get(key, missing)) is None else value for r in records]
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
@@ -99,12 +109,12 @@ def plot_reward(
         2, 1, figsize=(8, 5.2), sharex=True, height_ratios=[3, 1], layout="constrained"
     )
     if any("reward/mean" in r for r in records):
-        rewards = [r.get("reward/mean", np.nan) for r in records]
+        rewards = _or_nan(records, "reward/mean", np.nan)
         top.plot(steps, rewards, color=BLUE, lw=1.8, label="training reward")
     if any(r.get("tool_use") is not None for r in records):
         top.plot(
             steps,
-            [np.nan if r.get("tool_use") is None else r["tool_use"] for r in records],
+            _or_nan(records, "tool_use", np.nan),
             color=GREY,
             lw=1.4,
             ls="--",
@@ -132,7 +142,7 @@ def plot_reward(
             bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
             zorder=4,
         )
-    shown = [*(r["reward/mean"] for r in records if "reward/mean" in r)]
+    shown = _known(records, "reward/mean")
     shown += [e["score"] for e in evals]
     if all(0 <= value <= 1 for value in shown):
         top.set_ylim(-0.03, 1.12)
@@ -145,7 +155,7 @@ def plot_reward(
     key, told = "staleness/mean", "mean lag\n(versions)"
     if not any(key in r for r in records):
         key, told = "sft/loss", "SFT loss"
-    bottom.fill_between(steps, [r.get(key, 0) for r in records], color=BLUE, alpha=0.3, lw=0)
+    bottom.fill_between(steps, _or_nan(records, key, 0.0), color=BLUE, alpha=0.3, lw=0)
     bottom.set_ylabel(told)
     bottom.set_xlabel("optimizer step")
     bottom.set_ylim(bottom=0)

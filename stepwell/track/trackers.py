@@ -17,6 +17,7 @@ from stepwell.config.secrets import without_secrets
 from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.track.prometheus import PrometheusTracker
 from stepwell.track.verl_names import VerlNames
+from stepwell.trainer.errors import TrainerError
 from stepwell.trainer.metrics import Tracker
 
 TENSORBOARD = "tensorboard"
@@ -50,16 +51,22 @@ class WandbTracker:
         if mode == "auto":
             mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
         self._wandb = wandb
-        self._run = wandb.init(
-            project=config.logging.project,
-            name=config.run.name,
-            id=_run_id(folder / "wandb" / "stepwell_run_id"),
-            resume="allow",
-            dir=folder,
-            mode=mode,
-            config=without_secrets(config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        try:
+            self._run = wandb.init(
+                project=config.logging.project,
+                name=config.run.name,
+                id=_run_id(folder / "wandb" / "stepwell_run_id"),
+                resume="allow",
+                dir=folder,
+                mode=mode,
+                config=without_secrets(config),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.Error as e:  # out of reach, or a key that is none
+            raise TrainerError(
+                f"logging.wandb is {mode!r}, and wandb cannot begin a run ({e}); set it to "
+                "offline, and `wandb sync` what it wrote later"
+            ) from e
         # wandb's own step cannot go back, and an evaluation ends after the step that it is of.
         self._run.define_metric("val/step", hidden=True)
         self._run.define_metric("val/*", step_metric="val/step")

@@ -15,7 +15,9 @@ import pytest
 import ray
 
 import stepwell
+from stepwell import DataPoolClient, load_config
 from stepwell.cli.main import InterruptedWhileError, interruptible, main
+from stepwell.run.folder import begin
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -76,19 +78,71 @@ def test_what_a_run_names_and_nobody_has_is_a_configuration_error_before_ray_sta
     assert not ray.is_initialized()
 
 
-@pytest.mark.parametrize("options", [["--keys", "*"], ["--config", "quickstart"]])
-def test_a_reader_that_has_seen_enough_of_the_output_is_no_error(options: list[str]) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "stepwell", "config", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+@pytest.mark.parametrize(
+    "command",
+    [
+        "stepwell config --keys *",
+        "stepwell config --config quickstart",
+        "stepwell backends --json",
+        "stepwell backends",
+        "stepwell top --json RUN",
+        "stepwell status RUN",
+    ],
+)
+async def test_a_reader_that_has_seen_enough_of_the_output_is_no_error(
+    command: str, tmp_path: Path
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}"]))
+    async with DataPoolClient.local(folder=tmp_path / "pool") as pool:
+        await pool.open_group("sums", 1)
+    argv = [sys.executable, "-m", *command.replace("RUN", str(tmp_path)).split()]
+    assert _unread(argv) == (0, "")
+
+
+def test_an_output_that_takes_few_characters_gets_the_others_spelt_out() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stepwell", "doctor", "--engine", "http://127.0.0.1:9"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
         text=True,
-    ) as command:
-        assert command.stdout is not None
-        assert command.stderr is not None
-        command.stdout.close()  # as `| head` does
-        assert command.stderr.read() == ""
-    assert command.returncode == 0
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(r"\u2717 engine")
+
+
+def test_a_working_folder_that_was_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["config"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "stepwell: the working folder was removed; cd to one that is there"
+    ]
+
+
+def test_a_run_goes_on_when_the_reader_of_its_lines_has_gone() -> None:
+    """As a `tee` is that has had the same Ctrl-C."""
+    code = (
+        "import sys; from stepwell.track.console import Display; d = Display('mine', 'plain')\n"
+        "for step in range(3): d.status(f'step {step}')\n"
+        "sys.exit('it went on')"
+    )
+    assert _unread([sys.executable, "-c", code]) == (1, "it went on\n")
+
+
+def _unread(argv: list[str]) -> tuple[int, str]:
+    """Exit code and error output of a command whose output nobody reads."""
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as `| head` does
+        said = process.stderr.read()
+    return process.returncode, said
 
 
 def test_the_presets_are_listed_with_what_they_are(

@@ -8,6 +8,7 @@ import yaml
 
 from stepwell.config.keys import keys
 from stepwell.config.load import find_config, load_config
+from stepwell.trainer.config.data import JsonlSource
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
 
@@ -47,6 +48,21 @@ def test_overrides_go_over_the_file() -> None:
     config = load_config("quickstart", ["trainer.total_steps=5", "run.name=mine"])
     assert config.trainer.total_steps == 5
     assert config.run.dir == Path("runs/mine")
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell replaces the ~ in KEY=VALUE, and a folder of that name is a trap."""
+    model = load_config("quickstart").model.path.absolute()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(model)
+    paths = ("run.dir=~/x", "model.path=~/model", "data=~/tasks.jsonl", "run.resume=~/step_1")
+    config = load_config("quickstart", paths)
+    assert (config.run.dir, config.run.resume) == (tmp_path / "x", tmp_path / "step_1")
+    assert config.model.path == config.engine.model_path == tmp_path / "model"
+    assert config.gateway.tokenizer_path == str(tmp_path / "model")
+    assert config.data is not None
+    assert isinstance(config.data.train, JsonlSource)
+    assert config.data.train.path == tmp_path / "tasks.jsonl"
 
 
 def test_an_engine_is_chosen_by_its_kind_alone_and_keeps_its_other_keys() -> None:

@@ -16,9 +16,10 @@ from rich.console import Console
 from stepwell import load_config
 from stepwell.backends.weights import WeightStore
 from stepwell.cli.main import main
-from stepwell.run.folder import begin, only_run_in
+from stepwell.run.folder import begin, only_run_in, read_run
 from stepwell.show import doctor
 from stepwell.show.doctor import Finding, finding_line, verdict
+from stepwell.show.run import limits_of
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import MetricsWriter
 
@@ -276,6 +277,18 @@ def test_a_run_that_has_ended_is_looked_at_too(
     assert found["files"].text == "the run has ended; version 3, 1 entries in its ledger"
     assert found["learning"].state == "warning"
     assert "fell from 0.35 to 0.00" in found["learning"].text
+
+
+def test_a_live_run_whose_gateway_has_keys_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And with its own limits: `run.json` hides the keys, which are no part of them."""
+    keys = ["gateway.host=0.0.0.0", f"gateway.admin_keys=[{'k' * 32}]"]
+    limit = "rollout.max_outstanding_groups=70"
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", *keys, limit]))
+    with only_run_in(tmp_path):
+        assert main(["doctor", str(tmp_path)]) == 0, capsys.readouterr()
+    assert limits_of(read_run(tmp_path)).channel("train").max_outstanding_groups == 70
 
 
 @pytest.mark.parametrize("name", ["run.json", "weights/current.json", "checkpoints/ledger.jsonl"])

@@ -61,6 +61,13 @@ def test_a_model_is_evaluated_on_the_tasks_of_a_preset(tmp_path: Path) -> None:
     assert config.run.name == "eval-model"
 
 
+def test_a_models_folder_may_have_any_name(tmp_path: Path) -> None:
+    model = tmp_path / "my model: {2} #1"
+    model.symlink_to(MODEL)
+    config = evaluation_of(str(model), "latest", "quickstart")
+    assert (config.model.path, config.run.name) == (model, "eval-my-model-2-1")
+
+
 def said(capture: Capture, *argv: str, code: int) -> str:
     assert main(["eval", *argv]) == code
     err = capture.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,22 @@ def test_its_configuration_is_of_a_run_of_that_name_with_some_tasks_held_out(pro
     config = load_config("config.yaml")
     assert config.run.dir == Path("runs/my-first")
     assert len(validation_tasks(config)) == len(training_prompts(config)) // 10
+
+
+@pytest.mark.parametrize("name", ["2026", "007", "1e5", "on", "null", "my first", "été"])
+def test_any_name_of_a_folder_is_that_of_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    """And the next command can be copied."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", name]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    assert shlex.split(line)[1:4] == ["cd", name, "&&"]
+    monkeypatch.chdir(name)
+    assert load_config("config.yaml").run.name == re.sub("[^a-z0-9]+", "-", name)
 
 
 def test_its_own_tests_pass(project: Path) -> None:

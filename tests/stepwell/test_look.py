@@ -32,6 +32,7 @@ from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.run.folder import GatewayPart, begin, only_run_in, read_run
 from stepwell.show.run import RunView
 from stepwell.show.status import read_status, status_screen
+from stepwell.show.trajectory import read_groups
 from tests.datapool.conftest import JournaledPool
 
 Capture = pytest.CaptureFixture[str]
@@ -270,6 +271,38 @@ def test_groups_are_filtered_and_what_was_dropped_has_its_reason(
     assert "0 of 2 complete" in screen
 
 
+async def test_a_leased_group_is_listed_with_the_rewards_that_the_trainer_gave(
+    tmp_path: Path,
+) -> None:
+    """Wherever the run's command was started."""
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+    write_trained(tmp_path, 5, {"groups": 1, "rewards": {"sums": [0.5]}}, [], 1 << 20)
+    async with DataPoolClient.local() as pool:
+        await pool.open_group("sums", 1)
+        await pool.submit_step(
+            Step(prompt_ids=[1], response_ids=[2], prompt_uid="sums", trajectory_uid="a")
+        )
+        await pool.complete_trajectory("a")
+        assert await pool.lease_batch() is not None
+        view = RunView(tmp_path, read_run(tmp_path), True, pool, RunFolder(tmp_path))
+        (group,) = (await read_groups(view, "train", {}))["groups"]
+    assert (group["state"], group["reward_mean"]) == ("leased", 0.5)
+
+
+def test_json_has_null_for_what_is_no_number(tmp_path: Path, capsys: Capture) -> None:
+    """As a group of a row has whose answer is NaN."""
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+
+    async def fill() -> None:
+        async with DataPoolClient.local(folder=tmp_path / "pool") as pool:
+            await pool.open_group("sums", 1, metadata={"task": {"answer": [float("nan"), 1.5]}})
+
+    asyncio.run(fill())
+    text = said(capsys, "groups", str(tmp_path), "--json")
+    (group,) = json.loads(text, parse_constant=pytest.fail)["groups"]
+    assert group["metadata"]["task"]["answer"] == [None, 1.5]
+
+
 def test_names_are_shown_as_they_are(tmp_path: Path, capsys: Capture) -> None:
     """And never read as what rich makes of brackets."""
 
@@ -413,6 +446,30 @@ def test_show_opens_a_group_by_its_uid(run: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("run.seed=0", "has no journal"),
+        ("pool.durability=none", "has pool.durability none"),
+    ],
+)
+@pytest.mark.parametrize("command", ["status", "groups", "view", "show tree"])
+def test_a_run_without_a_journal_says_why_it_has_none(
+    tmp_path: Path, capsys: Capture, override: str, why: str, command: str
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", override]))
+    told = said(capsys, *command.split(), str(tmp_path), code=2)
+    assert f"the run in {tmp_path} {why}" in told
+    assert "start it again" in told
+
+
+def test_a_place_that_may_not_be_written_is_one_line(run: Path, capsys: Capture) -> None:
+    """/sys: there root may not either."""
+    told = said(capsys, "data", "export", "/sys/x.jsonl", str(run), code=1)
+    assert "/sys/x.jsonl" in told
+    assert "may not be read or written" in told
+
+
+@pytest.mark.parametrize(
     ("argv", "why"),
     [
         *(([*argv, "nowhere"], "nowhere does not exist") for argv in TAKE_A_FOLDER),
@@ -435,6 +492,12 @@ def test_show_opens_a_group_by_its_uid(run: Path, capsys: Capture) -> None:
         (["top", "RUN"], "needs a terminal"),
         (["top", "RUN", "--interval", "0"], "--interval is 0"),
         (["data", "import", "nowhere.parquet", "RUN"], "there is no file nowhere.parquet"),
+        (["data", "export", "nowhere/x.jsonl", "RUN"], "there is no folder nowhere"),
+        (["data", "query", "", "RUN", "--to", "nowhere/x.jsonl"], "there is no folder nowhere"),
+        (["data", "delete", "RUN", "--tag", "ann", "--exports", "x.jsonl"], "x.jsonl, which is no"),
+        (["view", "RUN", "--port", "99999"], "--port is 99999"),
+        (["doctor", "--engine", "localhost:30000"], "write http://host:port"),
+        (["doctor", "--engine", "http://localhost:99999"], "write http://host:port"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_remedy(
@@ -486,6 +549,30 @@ async def test_a_pool_that_does_not_answer_is_told_with_the_rest(
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(status_screen(status, status))
     assert "the pool does not answer: no answer in 0.01 s" in console.export_text()
+
+
+async def test_a_run_whose_folder_is_on_another_machine_is_shown_by_what_answers(
+    tmp_path: Path,
+) -> None:
+    """As `stepwell status HOST:PORT` finds it."""
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+    there = tmp_path / "nowhere"
+    async with DataPoolClient.local() as pool:
+        await pool.open_group("sums", 1)
+        view = RunView(there, read_run(tmp_path), True, pool, RunFolder(there))
+        status = await read_status(view)
+        listed = await read_groups(view, "train", {})
+    assert (status["state"], status["disk"], status["pool"]["train"]["groups"]["open"]) == (
+        "alive",
+        None,
+        1,
+    )
+    assert [group["prompt_uid"] for group in listed["groups"]] == ["sums"]
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(status_screen(status))
+    screen = console.export_text()
+    assert "not on this machine" in screen
+    assert "nobody trains" not in screen
 
 
 def test_the_screen_of_a_run_that_nobody_has_called_yet(run: Path, capsys: Capture) -> None:

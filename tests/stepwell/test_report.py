@@ -6,6 +6,8 @@ from unittest.mock import ANY
 
 import pytest
 
+from stepwell.track.collapse import find_collapse
+from stepwell.track.console import Display
 from stepwell.track.summary import plot_reward, read_summary, summarise, write_summary
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.validation import Evaluation
@@ -57,6 +59,20 @@ def test_a_batch_of_several_epochs_is_counted_once_and_what_is_not_known_is_no_z
     assert (summary["log_prob_gap_max"], summary["staleness_mean"]) == (0.5, None)
     assert summary["trainer_starved"] == pytest.approx(0.5 / 3)
     assert (summary["eval_before"], summary["eval_after"]) == (None, None)
+
+
+@pytest.mark.parametrize("key", ["reward/mean", "sft/loss", "staleness/mean", "tool_use"])
+def test_a_figure_that_was_no_number_at_one_step_is_left_out_of_the_report(
+    tmp_path: Path, key: str
+) -> None:
+    """One update that was not finite, of a run of hours: metrics.jsonl has null there."""
+    known = {"trajectories": 8, "pool/dropped": 0, "time/step_s": 2.0}
+    records = [{"step": i, **known, key: None if i in (1, 6) else 0.5} for i in range(1, 12)]
+    summary = summarise("demo", records, Progress(updates=11), 0)
+    assert {len(summary["rewards"]), len(summary["sft_loss"])} <= {0, 9}
+    assert plot_reward(tmp_path, "demo", records, []).is_file()
+    assert find_collapse(records) is None
+    Display("demo", "plain").summary(summary, tmp_path)
 
 
 def test_a_score_before_is_one_of_the_untrained_weights_alone() -> None:

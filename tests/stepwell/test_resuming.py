@@ -11,6 +11,7 @@ import ray
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
 from stepwell.run.checks import check_attached, check_run
+from stepwell.run.folder import begin
 from stepwell.run.resume import origin, told
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
@@ -37,6 +38,7 @@ def stopped(tmp_path: Path) -> Path:
     config = configured(tmp_path)
     store = CheckpointStore(tmp_path / "run" / "checkpoints", 2, origin=origin(config, 8))
     store.save(20, {})
+    begin(config)
     return tmp_path
 
 

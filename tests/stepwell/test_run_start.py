@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
 import ray
 
 from stepwell.config.load import load_config
-from stepwell.run.folder import only_run_in
+from stepwell.run.folder import begin, holder, only_run_in
 from stepwell.run.train import resume_status, train
 from stepwell.trainer.errors import ConfigError
 
@@ -36,6 +38,25 @@ async def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Pa
     assert not ray.is_initialized()
 
 
+def test_a_file_system_without_locks_is_told_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre is, unless it was mounted with `flock`."""
+
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(
+            ConfigError, match=r"run\.dir is .* without locks \(Function not impl.*flock"
+        ),
+        only_run_in(tmp_path),
+    ):
+        pass
+    assert holder(tmp_path) is None, "what only looks goes on"
+
+
 @pytest.mark.parametrize("resume", ["never", "auto"])
 async def test_the_folder_of_a_live_run_is_refused_whatever_its_pool_keeps_on_disk(
     tmp_path: Path, resume: str
@@ -54,6 +75,36 @@ async def test_the_folder_of_a_live_run_is_refused_whatever_its_pool_keeps_on_di
         await train(load_config("quickstart", options))
     assert not ray.is_initialized()
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("resume", "named"), [("auto", "weights"), ("never", "weights, checkpoints, logs")]
+)
+async def test_what_no_run_wrote_is_not_removed(tmp_path: Path, resume: str, named: str) -> None:
+    """Weights of somebody's own, in the folder that run.dir=. names."""
+    for name in ("weights", "checkpoints", "logs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    options = ["logging.console=quiet", f"run.resume={resume}", f"run.dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=rf"where no run was and {named} would be removed"):
+        await train(load_config("quickstart", options))
+    assert all((tmp_path / n / "mine").is_file() for n in ("weights", "checkpoints", "logs"))
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+async def test_the_model_that_a_run_begins_with_is_not_removed_by_its_start(
+    tmp_path: Path, resume: str
+) -> None:
+    """One of its own versions, to begin anew from under the same name."""
+    options = ["logging.console=quiet", f"run.dir={tmp_path}"]
+    config = load_config("quickstart", options)
+    begin(config)
+    model = tmp_path / "weights" / "v3"
+    shutil.copytree(config.model.path, model)
+    options += [f"model.path={model}", f"run.resume={resume}"]
+    with pytest.raises(ConfigError, match=r"model\.path is .*v3', and the start of this run remov"):
+        await train(load_config("quickstart", options))
+    assert (model / "config.json").is_file()
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_again() -> None:

@@ -35,7 +35,7 @@ from stepwell.track.verl_names import (
     REWARDS,
     TOKEN_MEAN,
 )
-from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.errors import ConfigError, TrainerError
 from stepwell.trainer.metrics import MetricsWriter
 from tests.documented_metrics import documented
 
@@ -206,6 +206,22 @@ def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
     # offline-run-TIME-ID, and -1 behind it where both began in one second
     assert len({name.split("-")[3] for name in runs}) == 1
     assert all((tmp_path / "wandb" / name).glob("*.wandb") for name in runs)
+
+
+def test_a_wandb_that_cannot_begin_is_one_line_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    def init(**settings: Any) -> None:
+        raise wandb.Error("Run initialization has timed out")  # as where no server is reached
+
+    monkeypatch.setattr(wandb, "init", init)
+    with (
+        pytest.raises(TrainerError, match=r"wandb is 'online', and wandb cannot begin .*timed out"),
+        writer(tmp_path, "logging.wandb=online"),
+    ):
+        pass
 
 
 def wandb_records(data: bytes) -> Iterator[Any]:

@@ -351,6 +351,10 @@ def test_data_without_labels_is_read_when_told_so(write: WriteLines) -> None:
         ('{"answer": "1"}', r"some.jsonl:2 has no 'question'; set prompt_key.*it has answer"),
         ('{"question": "", "answer": "1"}', r"some.jsonl:2: question is ''"),
         ('{"question": "a", "answer": "1", "metadata": 3}', r"some.jsonl:2: metadata is 3"),
+        (
+            '{"question": "\\ud800", "answer": "1"}',
+            r"some.jsonl:2: question holds a lone surrogate",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(write: WriteLines, line: str, message: str) -> None:
@@ -388,6 +392,16 @@ def test_any_text_is_read_back_from_its_line(texts: list[str], ends: bool) -> No
         clean = [ln.encode("utf-8", "surrogatepass") for ln in lines]
         path.write_bytes(b"\n".join(clean) + b"\n" * ends)
         assert [t["answer"] for t in PromptSource(jsonl(path)).all()] == texts
+
+
+def test_a_mark_of_the_byte_order_before_the_first_line_is_no_part_of_it(tmp_path: Path) -> None:
+    """Editors and spreadsheets of Windows write one, with lines that end in two characters."""
+    rows, ids = tmp_path / "rows.jsonl", tmp_path / "ids.txt"
+    lines = (json.dumps({"instance_id": str(i), "question": "a"}) for i in range(3))
+    rows.write_text("\r\n".join(lines), encoding="utf-8-sig")
+    ids.write_text("0\r\n", encoding="utf-8-sig")
+    source = PromptSource(jsonl(rows, label_key=None, skip_instance_ids=ids))
+    assert [task["instance_id"] for task in source.all()] == ["1", "2"]
 
 
 def test_numbers_that_only_python_reads_are_read(write: WriteLines) -> None:
@@ -671,7 +685,7 @@ def test_prompts_beyond_the_limit_are_left_out_template_and_tools_counted(
 
 def test_text_that_no_tokenizer_takes_is_refused_by_its_line(write: WriteLines) -> None:
     path = write({"question": "a"}, {"question": "\ud800", "instance_id": "\ud800"})
-    with pytest.raises(DataError, match=r"some.jsonl:2: the tokenizer refuses .*surrogate"):
+    with pytest.raises(DataError, match=r"some.jsonl:2: question holds a lone surrogate"):
         long_prompts(path, 40)
 
 

@@ -394,4 +394,4 @@ async def test_a_task_with_numbers_and_text_that_only_python_has_reaches_the_rew
         assert lease is not None
         scored = {g.prompt_uid: g for g in await scorer.score(lease.groups)}
     seen = [scored[uid].trajectories[0].metadata[EXTRA]["seen"] for uid in uids]
-    assert seen == [repr(("rows", 2**70, 1)), repr(("rows", "4", 2))]
+    assert seen == [repr(("rows", str(2**70), 1)), repr(("rows", "4", 2))]

@@ -135,3 +135,31 @@ async def test_what_a_reward_says_beside_the_score_ends_no_run(
     (first, *_) = read_trained(tmp_path / "with_tests", 1)
     assert first.trajectory.metadata["reward_extra_info"] == {"tests": {"0": True, "1": False}}
     assert "the sample of optimizer step 1 is not written" in caplog.text
+
+
+HUGE = 10**30
+TRUTHS: list[Any] = []
+
+
+def noted(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    TRUTHS.append(ground_truth)
+    return float(len(TRUTHS) % 2)
+
+
+@pytest.mark.parametrize("answer", [str(HUGE), f'{{"n": [{HUGE}, NaN]}}', '"\\ud800"'])
+async def test_an_answer_that_only_python_has_ends_no_run(tmp_path: Path, answer: str) -> None:
+    """An integer beyond 64 bits, as of 2 to the 100th, or half a character."""
+    keys = ("trainer.checkpoint_every=1", "validation.every=1", "trainer.rollout_samples=2")
+    mine = f"rollout.reward={__name__}:noted"
+    config = small_config(tmp_path, *keys, mine, "trainer.total_steps=2")
+    for name in ("train", "val"):
+        rows = (
+            f'{{"question": "{name} {i}?", "answer": {answer}, "metadata": {{"a": {answer}}}}}'
+            for i in range(20)
+        )
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    TRUTHS.clear()
+    async with small_run(config, reward=lambda task, index: None) as run:
+        records = await run.train()
+    assert [record["step"] for record in records] == [1, 2]
+    assert TRUTHS[0] in (str(HUGE), "?") or TRUTHS[0]["n"][0] == str(HUGE)

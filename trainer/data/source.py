@@ -210,7 +210,7 @@ def _skipped(config: SourceConfig) -> frozenset[str]:
     if not isinstance(ids, Path):
         return frozenset(ids)
     try:
-        lines = ids.read_text(encoding="utf-8").splitlines()
+        lines = ids.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(
             f"skip_instance_ids is {str(ids)!r}, which cannot be read ({e}); name a text file with "

@@ -15,6 +15,7 @@ import json
 import os
 from array import array
 from bisect import bisect_right
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
@@ -203,8 +204,9 @@ class JsonlFile:
             ) from e
         at = 0
         for number, line in enumerate(self._file, 1):
-            if line.strip():
-                self._lines.extend((number, at, at + len(line)))
+            mark = len(BOM_UTF8) if number == 1 and line.startswith(BOM_UTF8) else 0
+            if line[mark:].strip():
+                self._lines.extend((number, at + mark, at + len(line)))
             at += len(line)
 
     def __len__(self) -> int:

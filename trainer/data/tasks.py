@@ -61,6 +61,20 @@ class TaskSet(Protocol):
     def __iter__(self) -> Iterator[Task]: ...
 
 
+def carried(value: Any) -> Any:
+    """`value`, of a task, as the pool takes it: integers beyond 64 bits are text, and half a
+    character (a lone surrogate) is a question mark."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {carried(key): carried(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [carried(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
+    return value
+
+
 def without_pictures(task: Mapping[str, Any]) -> dict[str, Any]:
     """The task as the pool has it: with `PICTURE` in place of each picture."""
     messages = task.get("messages")
@@ -291,6 +305,13 @@ class _RowTasks:
                 f"{where}: {config.prompt_key} is {prompt!r:.80}; it is the question (a string) or "
                 f"a list of messages (prompt_key names it; it has {', '.join(row)})"
             )
+        try:
+            (prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)).encode()
+        except UnicodeEncodeError as e:
+            raise DataError(
+                f"{where}: {config.prompt_key} holds a lone surrogate ({e}), half a character, "
+                "which no tokenizer takes; mend it, or leave the row out"
+            ) from e
         refuse_media(row, where, config.image_key)
         if config.image_key is not None:
             folder = self._table.folder(index)

@@ -35,7 +35,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource, Task, slug
-from stepwell.trainer.data.tasks import without_pictures
+from stepwell.trainer.data.tasks import carried, without_pictures
 from stepwell.trainer.errors import DataExhaustedError, RolloutError
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import Ledger
@@ -44,7 +44,6 @@ from stepwell.trainer.reclaim import PRODUCER_GONE, live_groups, reclaim
 from stepwell.trainer.rollout.worker import CLOSED, COMPLETE, INFRASTRUCTURE, WorkerHandle
 from stepwell.trainer.sampling import SURPLUS, Pace
 from stepwell.trainer.scoring import MEANINGS
-from stepwell.trainer.trajectory_metrics import metadata_of_task
 
 log = logging.getLogger(__name__)
 
@@ -386,7 +385,8 @@ class Producer(GroupProducer):
             n,
             deadline_s=self._config.group_deadline_s,
             min_rollouts=min(min_n, n),
-            metadata=metadata_of_task(about) | ({GREEDY: True} if self._greedy_in(channel) else {}),
+            metadata={"task": carried(about)}
+            | ({GREEDY: True} if self._greedy_in(channel) else {}),
             channel=channel,
         )
 
