@@ -135,8 +135,9 @@ class PromptSource:
         Raises:
             DataExhaustedError: all `epochs` are done.
         """
-        if self._buffer:
-            return self._buffer.popleft()
+        while self._buffer:
+            if self._wanted(task := self._buffer.popleft()):
+                return task
         while True:
             if self._position == len(self._order):
                 self._epoch += 1
