@@ -132,7 +132,8 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def _tool_calls(trajectory: Trajectory) -> list[int]:
     """Calls of tools, for each LLM call that offered tools."""
-    return [s.metadata["tool_calls"] for s in trajectory.steps if "tool_calls" in s.metadata]
+    found = (s.metadata.get("tool_calls") for s in trajectory.steps)
+    return [n for n in found if type(n) is int]  # Steps may be submitted with anything there
 
 
 def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
@@ -140,7 +141,8 @@ def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
     say it in the text, as `trainer/tools` does: no dialect has a field for it but Anthropic's,
     whose gateway writes it there."""
     for step in trajectory.steps:
-        for message in step.metadata.get("messages") or ():
+        messages = step.metadata.get("messages")
+        for message in messages if isinstance(messages, list | tuple) else ():
             if isinstance(message, Mapping) and message.get("role") == "tool":
                 yield str(message.get("content")).lstrip().lower().startswith("error")
 
