@@ -402,7 +402,9 @@ class Step:
             experts = values.get("routed_experts")
             arrays = {"routed_experts": None if experts is None else np.asarray(experts)}
             pictures = tuple(Picture(**picture) for picture in values.get("pictures") or ())
-            return cls(**{**values, **arrays, "version_spans": spans, "pictures": pictures})
+            step = cls(**{**values, **arrays, "version_spans": spans, "pictures": pictures})
+            _check_sampling(step)
+            return step
         except InvalidStepError:
             raise
         except (TypeError, ValueError) as e:
@@ -423,6 +425,21 @@ class Step:
         """Temperature the log-probs were taken at; greedy (0) scores at 1, as SGLang does."""
         params = self.metadata.get("sampling_params") or {}
         return float(params.get("temperature") or 1.0)
+
+
+def _check_sampling(step: Step) -> None:
+    """
+    Raises:
+        InvalidStepError: the trainer cannot read the temperature of a step that is not ours.
+    """
+    params = step.metadata.get("sampling_params") or {}
+    given = params.get("temperature") if isinstance(params, Mapping) else params
+    if given is None or (isinstance(given, int | float) and 0 <= given < math.inf):
+        return
+    raise InvalidStepError(
+        f"step {step.trajectory_uid!r}[{step.step_index}]: metadata.sampling_params is "
+        f"{params!r:.80}; pass an object whose temperature is a number from 0, or leave it out"
+    )
 
 
 _NAMES = [f.name for f in fields(Step)]

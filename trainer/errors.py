@@ -35,6 +35,15 @@ INTERRUPTED = "interrupted by the user"
 cancellation means that a part of the run is gone."""
 
 
+def shown(value: object) -> str:
+    """Return the text of an exception, or of another value, of foreign code; empty if it has none:
+    its `__str__` fails, or it is an integer of more digits than Python writes."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - foreign code
+        return ""
+
+
 class TrainerError(Exception):
     """Base of all errors that the trainer raises."""
 

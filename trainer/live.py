@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
 from stepwell.trainer.group_producer import GroupProducer
@@ -74,12 +75,16 @@ class TrafficValidator(Validator):
     """Evaluates by the rewards of held-out traffic: of what was completed in channel "val" since
     the last look, the mean per policy version; and of the last versions together, so many that
     the score says something. No task is run, and no publication waits.
+
+    Args:
+        lease_s: how long the pool holds a lease of channel "val" that is not renewed.
     """
 
     pins = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, lease_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._lease_s = lease_s
         self._recent: deque[tuple[int, list[list[float]]]] = deque()
         """Versions that were evaluated last, with the rewards of each prompt: `ENOUGH` rollouts
         and those of one version more at most."""
@@ -89,11 +94,17 @@ class TrafficValidator(Validator):
     ) -> list[Evaluation]:
         """An evaluation for each version that answered held-out traffic since the last look, the
         oldest first; one sample table for all of them."""
+        async with LeaseKeeper(self._pool, VAL, self._lease_s) as keeper:
+            groups = list[Group]()
+            while (leased := await keeper.lease()) is not None:
+                groups += leased
+            evaluations = await self._evaluate(groups, policy)
+            await keeper.settle(group.prompt_uid for group in groups)
+        self._done += evaluations
+        return evaluations
+
+    async def _evaluate(self, groups: Sequence[Group], policy: Policy) -> list[Evaluation]:
         began = time.monotonic()
-        leases, groups = [], list[Group]()
-        while (lease := await self._pool.lease_batch(channel=VAL)) is not None:
-            leases.append(lease.lease_id)
-            groups += lease.groups
         scored = await self._scorer.score(groups)
         kept = [t for g in scored for t in g.trajectories]
         mixed = Counter(max(v) for t in kept if len(v := versions_of(t)) > 1)
@@ -118,9 +129,6 @@ class TrafficValidator(Validator):
             rows += await asyncio.to_thread(self._samples, pinned, of)
         if rows:
             await asyncio.to_thread(write_evaluation, self._folder, policy.step, rows)
-        for lease_id in leases:
-            await self._pool.ack(lease_id)
-        self._done += evaluations
         return evaluations
 
     def _pool_with_former(self, version: int, prompts: list[list[float]]) -> Pooled:

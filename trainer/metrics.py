@@ -108,9 +108,13 @@ class MetricsWriter:
             for tracker in self._trackers:
                 tracker.table(step, name, columns, data)
 
-    def read(self, first: int = 1) -> list[dict[str, Any]]:
-        """The record of every optimizer step of the run, from before a resume too."""
-        return read_metrics(self._path, first)
+    def read(self, first: int = 1, last: float = math.inf) -> list[dict[str, Any]]:
+        """The record of every optimizer step of the run, from before a resume too.
+
+        Args:
+            last: newest step that counts: a run that went back to a checkpoint left later ones.
+        """
+        return [record for record in read_metrics(self._path, first) if record["step"] <= last]
 
     def _write(self, step: int, clean: dict[str, Any], known: dict[str, Any]) -> None:
         line = orjson.dumps({"step": step, **known, **clean}, option=orjson.OPT_SERIALIZE_NUMPY)

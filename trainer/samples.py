@@ -47,6 +47,7 @@ from stepwell.datapool.files.trained import (
 )
 from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, write_durably
 from stepwell.datapool.types import MAX_INT, Group, Step, Trajectory, user_of
+from stepwell.trainer.errors import shown
 from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import mapping_in, task_of, versions_of
@@ -278,13 +279,13 @@ def _columns(
 def _short(value: Any, most: int | None) -> Any:
     """`value`; one that is too long, as a program's tests may be, as its text without the
     middle."""
-    text = value if isinstance(value, str) else str(value)
+    text = value if isinstance(value, str) else shown(value)
     return value if most is None or len(text) <= most else _cut(text, most)
 
 
 def _shown(value: Any) -> Any:
     """A cell of the table."""
-    return value if isinstance(value, int | float | None) else _cut(str(value), TABLE_CHARS)
+    return value if isinstance(value, int | float | None) else _cut(shown(value), TABLE_CHARS)
 
 
 def _cut(text: str, most: int | None) -> str:
@@ -350,9 +351,9 @@ def as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 def _line(row: Any) -> bytes:
     options = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
     try:
-        return orjson.dumps(row, default=str, option=options)
+        return orjson.dumps(row, default=shown, option=options)
     except TypeError:  # an integer beyond 64 bits, or half a character
-        return orjson.dumps(_writable(row), default=str, option=options)
+        return orjson.dumps(_writable(row), default=shown, option=options)
 
 
 def _writable(value: Any) -> Any:
@@ -360,7 +361,7 @@ def _writable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, int) and not -MAX_INT <= value < 2 * MAX_INT:
-        return str(value)
+        return shown(value) or hex(value)
     if isinstance(value, Mapping):
         return {_writable(k): _writable(v) for k, v in value.items()}
     return [_writable(v) for v in value] if isinstance(value, list | tuple) else value

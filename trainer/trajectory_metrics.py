@@ -110,10 +110,9 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _tool_calls(trajectory: Trajectory) -> list[int]:
-    """Calls of tools, for each LLM call that offered tools: a number, as the gateway writes it.
-    Steps of others may have anything there."""
-    given = [s.metadata.get("tool_calls") for s in trajectory.steps]
-    return [n for n in given if isinstance(n, int)]
+    """Calls of tools, for each LLM call that offered tools."""
+    found = (s.metadata.get("tool_calls") for s in trajectory.steps)
+    return [n for n in found if type(n) is int]  # Steps may be submitted with anything there
 
 
 def _tool_results(trajectory: Trajectory) -> Iterable[bool]:

@@ -44,6 +44,7 @@ from stepwell.datapool.core.channel import N_OLDEST_OPEN
 from stepwell.datapool.errors import (
     DataPoolError,
     PoolFullError,
+    PoolUnavailableError,
     TrajectoryConflictError,
     UnknownLeaseError,
     UnknownTrajectoryError,
@@ -66,6 +67,8 @@ TRIES: Final = 3
 IN_LINE_S: Final = 2.0
 """Seconds that a group that does not wait for credit may stand behind others that are being
 opened."""
+_MAY_BE_THERE: Final = (PoolUnavailableError, TrajectoryConflictError)
+"""Refusals of a trajectory that its shard may hold all the same."""
 INCOMPLETE: Final = "incomplete_batch"
 """Why a part of a batch went back."""
 
@@ -125,8 +128,14 @@ class Shards:
             return await self.shards[shard_of(prompt_uid, self.n)].call(op, timeout_s)
         if prompt_uid is None:
             return await self._at_home(op, uid, channel)
+        is_new = (channel, uid) not in self._homes
         home = self.home(uid, prompt_uid, channel)
-        answer = await self.shards[home].call(op, timeout_s)
+        try:
+            answer = await self.shards[home].call(op, timeout_s)
+        except DataPoolError as e:
+            if is_new and not isinstance(e, _MAY_BE_THERE):
+                self._homes.pop((channel, uid), None)
+            raise
         if isinstance(answer, ops.Resumed):
             self._homes[answer.channel, uid] = home
         return answer
@@ -153,7 +162,10 @@ class Shards:
         """Steps of one shard, as of one group, or of several, in one call of each."""
         outcomes: list[list[Any]] = [[] for _ in op.trajectories]
         parts: dict[int, list[int]] = {}
+        new: set[int] = set()
         for i, packed in enumerate(op.trajectories):
+            if (op.channel, packed.trajectory_uid) not in self._homes:
+                new.add(i)
             try:
                 home = self.home(packed.trajectory_uid, packed.prompt_uid, op.channel)
             except TrajectoryConflictError as e:
@@ -162,7 +174,13 @@ class Shards:
                 parts.setdefault(home, []).append(i)
         if [len(part) for part in parts.values()] == [len(op.trajectories)]:
             (home,) = parts
-            return await self.shards[home].call(op)
+            results = await self.shards[home].call(op)
+            if ops.Refusal in map(type, results):  # as hardly ever
+                each = iter(results)
+                for i, packed in enumerate(op.trajectories):
+                    outcomes[i] = list(islice(each, len(packed.steps)))
+                self._forget_refused(op, new, outcomes)
+            return results
         # All are begun now: what is called next, of whatever group, comes after them.
         began = [
             self.shards[home].call(replace(op, trajectories=[op.trajectories[i] for i in part]))
@@ -179,7 +197,20 @@ class Shards:
                     outcomes[i] = [ops.Refusal.of(answer)] * len(steps)
                 else:
                     outcomes[i] = list(islice(each, len(steps)))
+        self._forget_refused(op, new, outcomes)
         return [outcome for of_one in outcomes for outcome in of_one]
+
+    def _forget_refused(
+        self, op: ops.SubmitSteps, new: Iterable[int], outcomes: Sequence[Sequence[Any]]
+    ) -> None:
+        """A trajectory of which every step was refused lives nowhere: its next try may name another
+        prompt."""
+        for i in new:
+            if all(
+                isinstance(outcome, ops.Refusal) and not isinstance(outcome.error(), _MAY_BE_THERE)
+                for outcome in outcomes[i]
+            ):
+                self._homes.pop((op.channel, op.trajectories[i].trajectory_uid), None)
 
     async def _at_home(self, op: Op[R], trajectory_uid: str, channel: str) -> R:
         """Ask the trajectory's shard. If it is not known here, all: those that do not have it

@@ -204,9 +204,10 @@ async def _train(
 
     def sum_up() -> dict[str, Any]:
         memory.sample()
-        records = metrics.read()
+        last = trainer.progress.updates
+        records = metrics.read(last=last)
         summary = summarise(config.run.name, records, trainer.progress, memory.peak)
-        if finding := find_collapse(metrics.read(first=0)):
+        if finding := find_collapse(metrics.read(first=0, last=last)):
             summary["finding"] = finding
         write_summary(config.run.dir, summary)
         plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])

@@ -23,7 +23,7 @@ from stepwell.cluster.placement import Placement
 from stepwell.config.run import RunConfig
 from stepwell.datapool.files.copies import TrainerCopies
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
-from stepwell.datapool.types import SFT, TRAIN
+from stepwell.datapool.types import SFT, TRAIN, VAL
 from stepwell.layout import CHECKPOINTS, WEIGHTS
 from stepwell.run.resume import origin
 from stepwell.trainer.batches import Batches, TrainedChannel
@@ -96,7 +96,10 @@ def build_trainer(
     prompts = source if share < 1 else conversations  # of those a Producer only evaluates
     if prompts is None:
         train_on(TRAIN, Traffic(parts.pool, ledger, config.rollout.min_n))
-        validator = TrafficValidator(config.validation, parts.pool, scorer, **looks)
+        lease_s = config.pool.channel(VAL).lease_s
+        validator = TrafficValidator(
+            config.validation, parts.pool, scorer, lease_s=lease_s, **looks
+        )
     else:
         window = config.trainer.train_batch_size
         producer = Producer(

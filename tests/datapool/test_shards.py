@@ -55,6 +55,7 @@ LIMITS = {
     "few": ChannelConfig(max_outstanding_groups=4),
     "versions": ChannelConfig(max_ahead_versions=0, groups_per_version=4),
     "picky": ChannelConfig(max_staleness=0),
+    "blocks": ChannelConfig(max_queue_size=2, overflow="block"),
 }
 
 
@@ -384,6 +385,28 @@ async def test_one_trajectory_under_two_prompts_is_refused(client, channel, make
     with pytest.raises(TrajectoryConflictError):
         await client.open_trajectory("t", b, channel=channel)
     assert await client.complete_trajectory("t", channel=channel) == "complete"
+
+
+@pytest.mark.parametrize("begins", ["open_trajectory", "submit_step"])
+async def test_a_trajectory_that_the_pool_refuses_does_not_settle_where_it_lives(
+    client, make_step, begins
+):
+    *full, refused = uids(0, 3, begins)
+    await fill(client, full, make_step, "blocks")
+    t = f"t-{begins}"
+    call = {
+        "open_trajectory": lambda: client.open_trajectory(t, refused, 0, {}, "blocks", 0),
+        "submit_step": lambda: client.submit_step(make_step(t, refused), "blocks", 0),
+    }[begins]
+    with pytest.raises(PoolFullError):
+        await call()
+    (uid,) = uids(1, 1, begins)
+    assert await client.open_trajectory(t, uid, channel="blocks", timeout_s=0) == "accepted"
+    assert await client.submit_step(make_step(t, uid), "blocks", timeout_s=0) == "accepted"
+    with pytest.raises(TrajectoryConflictError):
+        await client.open_trajectory(t, refused, channel="blocks", timeout_s=0)
+    for each in (*full, uid):
+        await client.drop_group(each, "test", "blocks")
 
 
 async def test_a_refused_step_does_not_settle_where_its_trajectory_lives(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import FrozenInstanceError, fields
 
@@ -76,3 +77,23 @@ def test_a_dictionary_that_lacks_fields_or_has_others_is_refused_by_their_names(
         Step.from_dict(lacking)
     with pytest.raises(InvalidStepError, match=r"a Step has no colour, size; see Step\.to_dict"):
         Step.from_dict({**whole, "size": 1, "colour": 2})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        ["hot"],
+        {"temperature": "hot"},
+        {"temperature": [1]},
+        {"temperature": -1},
+        {"temperature": math.nan},
+    ],
+)
+def test_a_dictionary_whose_temperature_cannot_be_read_is_refused(params: object) -> None:
+    """The trainer would fail on it, once in every process that is served the step."""
+    whole = step().to_dict()
+    with pytest.raises(InvalidStepError, match=r"sampling_params is .*temperature"):
+        Step.from_dict({**whole, "metadata": {"sampling_params": params}})
+    for known in ({}, {"temperature": 0}, {"temperature": 0.5}, {"temperature": None}, None):
+        made = Step.from_dict({**whole, "metadata": {"sampling_params": known}})
+        assert made.temperature in (0.5, 1.0)

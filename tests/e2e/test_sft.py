@@ -72,3 +72,15 @@ def test_a_killed_run_without_agent_trains_every_row_once(tmp_path: Path) -> Non
     assert sorted(found.draws) == sorted([row["instance_id"] for row in conversations(64)] * 2)
     assert [r["step"] for r in records_of(tmp_path / "run")] == list(range(1, 33))
     assert (tmp_path / "run/weights/current.json").is_file()
+
+
+def test_a_run_that_goes_back_sums_up_the_steps_that_it_kept(tmp_path: Path) -> None:
+    argv = command(tmp_path, 32, *WITHOUT_AGENT, "trainer.checkpoint_every=2")
+    done = run_here([*argv, "trainer.total_steps=4"])
+    assert done.returncode == 0, done.stderr
+    done = run_here([*argv, "run.resume=2", "trainer.total_steps=3"])
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["optimizer_steps"] == 3
+    assert len(summary["sft_loss"]) == 3
+    assert summary["trajectories_trained"] == 12

@@ -237,6 +237,22 @@ async def test_held_out_traffic_is_evaluated_by_the_version_that_answered_it(
         assert (await run.pool.get_statistics(VAL))["groups"]["acked"] == 3
 
 
+async def test_held_out_traffic_stays_leased_for_as_long_as_its_reward_takes(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "judge.py").write_text(
+        "import asyncio\nasync def score(*given):\n    await asyncio.sleep(0.6)\n    return 1.0\n"
+    )
+    reward = f"rollout.reward={tmp_path / 'judge.py'}:score"
+    config = live_config(tmp_path, reward, "pool.channels={val: {lease_s: 0.2}}")
+    async with small_run(config) as run:
+        await brings(run.pool, rewards=(None, None), channel=VAL)
+        (evaluation,) = await run.trainer.evaluate([])
+        assert (evaluation.rollouts, evaluation.score) == (2, 1.0)
+        assert (await run.pool.get_statistics(VAL))["groups"]["acked"] == 1
+        assert await run.trainer.evaluate([]) == []
+
+
 async def test_versions_with_little_traffic_are_evaluated_together_and_not_compared_before(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ class Server:
         self.asked: list[dict[str, Any]] = []
         self.url = ""
         self.scores = True
+        self.first = "two guesses"
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -38,7 +39,7 @@ class Server:
             asked = message.json()
             self.asked.append(asked)
             if asked["type"] == "reset":
-                answer = {"observation": {"text": "two guesses"}, "reward": None, "done": False}
+                answer = {"observation": {"text": self.first}, "reward": None, "done": False}
             elif "guess" not in asked["data"]:
                 data = {"message": "guess is missing", "code": "VALIDATION_ERROR"}
                 await socket.send_json({"type": "error", "data": data})
@@ -97,6 +98,28 @@ async def test_an_action_that_is_none_is_told_to_the_policy(
     last = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
     assert "error: reply with a JSON object alone" in last
     assert "error: guess is missing (VALIDATION_ERROR)" in last
+
+
+async def test_an_action_of_thousands_of_brackets_is_told_to_the_policy_too(
+    server: Server, worlds: Callable[..., Any]
+) -> None:
+    world: World = await worlds()
+    for text in ("[" * 3000, '{"guess": "four"}'):
+        world.say(text)
+    agent = OpenEnvAgent(OpenEnvConfig(url=server.url, max_turns=3))
+    assert await agent(TASK, world.base_url(), "none") == [0.0, 1.0]
+
+
+async def test_an_observation_with_half_a_character_is_shown_to_the_policy(
+    server: Server, worlds: Callable[..., Any]
+) -> None:
+    world: World = await worlds()
+    world.say("four")
+    server.first = "two \ud83d guesses"
+    agent = OpenEnvAgent(OpenEnvConfig(url=server.url, action_key="guess", observation_key="text"))
+    assert await agent(TASK, world.base_url(), "none") == [1.0]
+    (first,) = world.stored()
+    assert "two ? guesses" in world.tokenizer.decode(first.prompt_ids.tolist())
 
 
 async def test_a_policy_whose_every_action_is_refused_earns_nothing_and_is_scored(

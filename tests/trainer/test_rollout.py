@@ -98,6 +98,15 @@ async def crashes_without_a_word(task: Mapping[str, Any], base_url: str, api_key
     raise OSError
 
 
+class NoText(Exception):  # noqa: N818 - a name as foreign code has it
+    def __str__(self) -> str:
+        return self.message
+
+
+async def crashes_and_cannot_say_why(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    raise NoText
+
+
 async def calls_a_wrong_path(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     raise LookupError(f"404: POST {base_url}/chat/completions")
 
@@ -201,6 +210,13 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
 async def test_an_error_without_a_text_is_told_by_its_type(gateway: RecordingGateway) -> None:
     await run(gateway, "crashes_without_a_word", max_attempts=1)
     assert gateway.told("abort") == [{"reason": "OSError", "will_retry": False}]
+
+
+async def test_an_error_whose_text_cannot_be_had_ends_its_rollout_alone(
+    gateway: RecordingGateway,
+) -> None:
+    assert await run(gateway, "crashes_and_cannot_say_why", max_attempts=1) == {"NoText": 1}
+    assert gateway.told("abort") == [{"reason": "NoText", "will_retry": False}]
 
 
 async def test_a_failure_that_names_its_rollouts_url_is_one_reason_for_all_rollouts(

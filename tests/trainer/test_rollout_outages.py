@@ -118,6 +118,7 @@ class Rig:
         n_prompts: int,
         workers: list[Any],
         notify: Callable[[str], None] = print,
+        epochs: int = 1,
         **rollout: Any,
     ) -> Producer:
         path = self.folder / "prompts.jsonl"
@@ -125,7 +126,7 @@ class Rig:
             {"question": f"{i}?", "answer": "1", "instance_id": f"p{i}"} for i in range(n_prompts)
         ]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        source = PromptSource(JsonlSource(kind="jsonl", path=path, epochs=1, shuffle=False))
+        source = PromptSource(JsonlSource(kind="jsonl", path=path, epochs=epochs, shuffle=False))
         config = self.config(**rollout)
         ledger = Ledger(self.folder / "ledger.jsonl")
         return Producer(config, source, self.pool, workers, ledger, notify=notify)
@@ -514,3 +515,39 @@ async def test_a_prompt_that_kills_its_worker_every_time_is_given_up(rig: Rig) -
     assert told.draws == tuple(f"p{i}" for i in range(4))
     assert told.dropped == {INFRASTRUCTURE: LOSSES}
     assert told.waiting == ()
+
+
+async def test_a_prompt_that_kills_its_worker_every_time_is_given_up_in_each_epoch(
+    rig: Rig,
+) -> None:
+    class Dies(RolloutWorker):
+        async def run_group(self, task: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
+            raise ray.exceptions.RayActorError
+
+    worker = Dies(rig.config(), [rig.gateway.url])
+    producer = rig.producer(1, [worker], epochs=2)
+    await rig.generate(producer)
+    await worker.close()
+    told = audit(rig.folder / "ledger.jsonl")
+    assert told.draws == ("p0", "p0")
+    assert told.dropped == {INFRASTRUCTURE: 2 * LOSSES}
+    assert told.waiting == ()
+
+
+async def test_groups_that_a_prompt_loses_now_and_then_do_not_add_up(rig: Rig) -> None:
+    class DiesFirst(RolloutWorker):
+        times = 0
+        in_turn = asyncio.Lock()
+
+        async def run_group(self, task: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
+            async with self.in_turn:
+                self.times += 1
+                if self.times % 6:
+                    raise ray.exceptions.RayActorError
+                return await super().run_group(task, *args, **kwargs)
+
+    worker = DiesFirst(rig.config(), [rig.gateway.url])
+    producer = rig.producer(1, [worker], epochs=3)
+    await rig.generate(producer)
+    await worker.close()
+    assert (await rig.groups())["ready"] == 3

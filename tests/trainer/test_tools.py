@@ -268,6 +268,15 @@ def crash() -> str:
     raise KeyError("city")
 
 
+class NoText(Exception):  # noqa: N818 - a name as foreign code has it
+    def __str__(self) -> str:
+        return self.message
+
+
+def speechless() -> str:
+    raise NoText
+
+
 def endless() -> list[Any]:
     result: list[Any] = []
     result.append(result)
@@ -307,6 +316,7 @@ async def hang() -> str:
         ("weather", {"city": "x", "unit": "K"}, "arguments", "unit: Input should be 'C' or 'F'"),
         ("weather", {"city": "x", "when": 1}, "arguments", "when: Extra inputs"),
         ("crash", "", "failed", "error: KeyError: 'city'"),
+        ("speechless", "", "failed", "error: NoText"),
         ("endless", {}, "failed", "error: ValueError: Circular reference"),
         ("refuse", {}, "refused", "error: no such city"),
         ("hang", {}, "timeout", "error: hang gave no result within 0.05 s"),
@@ -316,7 +326,7 @@ async def test_every_failure_is_told_to_the_model(
     name: str, arguments: Any, kind: str, message: str
 ) -> None:
     slow = ToolConfig(class_name=f"{__name__}.hang", timeout_s=0.05)
-    box = ToolBox([weather, crash, endless, refuse, slow])
+    box = ToolBox([weather, crash, speechless, endless, refuse, slow])
     async with box.session() as tools:
         (content,) = await said(tools, (name, arguments))
     assert message in content
@@ -515,6 +525,36 @@ async def test_a_result_that_is_no_text_is_shown_all_the_same() -> None:
     _, second = policy.requests
     said = [m["content"] for m in second["messages"] if m["role"] == "tool"]
     assert said == ["a?", "error: ValueError: a?"]
+
+
+async def test_figures_of_a_tool_that_are_no_json_lose_no_rollout() -> None:
+    def counts() -> tuple[str, None, dict[str, Any]]:
+        return "two", None, {"share": float("nan"), "of": 2**70, "name": "a\udcff", "n": 2}
+
+    policy = Policy(calls(("counts", {})), "Fine.")
+    run = await play(policy, TASK, [counts])
+    assert run.answer == "Fine."
+    assert policy.noted == [
+        {
+            "tool_rewards": [],
+            "rollout_reward_scores": {},
+            "tool_metrics": {"counts": [{"share": None, "of": str(2**70), "name": "a?", "n": 2}]},
+        }
+    ]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400])
+async def test_a_tools_reward_that_is_none_is_a_failure_that_the_model_is_told(
+    reward: float,
+) -> None:
+    def pays() -> tuple[str, float]:
+        return "done", reward
+
+    policy = Policy(calls(("pays", {})), "Fine.")
+    run = await play(policy, TASK, [pays])
+    assert run.answer == "Fine."
+    assert run.errors == {"failed": 1}
+    assert policy.noted == []
 
 
 async def test_the_loop_ends_after_its_last_turn_and_runs_no_call_in_vain() -> None:

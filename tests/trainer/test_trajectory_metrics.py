@@ -109,3 +109,15 @@ def test_a_figure_of_a_tool_beyond_all_floats_is_none() -> None:
     told = {"tool_metrics": {"search": [{"hits": 3, "size": 10**400}]}}
     metrics = trajectory_metrics([group(replace(only, metadata=told))])
     assert {k: v for k, v in metrics.items() if "tool" in k} == {"tool_metrics/search/hits": 3.0}
+
+
+def test_what_a_steps_metadata_says_in_another_form_is_left_out() -> None:
+    """Steps may be submitted by anybody, with metadata of any types under the gateway's names."""
+    calls = [{"id": "c", "function": {"name": "search", "arguments": "{}"}}]
+    odd = step(range(1), range(1), metadata={"tool_calls": calls, "messages": 3})
+    groups = [sourced((odd,)), sourced((turn(1, 1, tool_calls=2, messages=[result("7")]),))]
+    metrics = trajectory_metrics(groups)
+    assert metrics["tool_calls/mean"] == 2.0
+    assert metrics["tool_errors"] == 0.0
+    assert tool_use(groups) == 0.5
+    assert tool_use(groups[:1]) is None

@@ -199,6 +199,25 @@ def test_a_sample_keeps_numbers_and_text_that_only_python_has(tmp_path: Path) ->
     assert other == {"answer": 1}
 
 
+class NoText:
+    def __str__(self) -> str:
+        return self.text
+
+
+def test_a_sample_is_written_whatever_a_reward_has_said(tmp_path: Path) -> None:
+    """Python writes no integer of more than 4300 digits."""
+    longest = 10**5000
+    extra = {"n": longest, "of": NoText()}
+    done = group((step([1], [2], reward=1.0),))
+    (trajectory,) = done.trajectories
+    said = replace(trajectory, metadata={"reward_extra_info": extra})
+    scored = replace(done, trajectories=(said,))
+    rows = validation_samples([scored], lambda ids, **_: "a", step=1, version=0)
+    write_samples(tmp_path / "step_1.jsonl", rows)
+    (found,) = read_samples(tmp_path / "step_1.jsonl")
+    assert found["reward_extra_info"] == {"n": hex(longest), "of": ""}
+
+
 @pytest.mark.parametrize(
     ("task", "asked"),
     [

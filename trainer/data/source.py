@@ -118,7 +118,8 @@ class PromptSource:
         first: dict[bytes, int] = {}
         for index, task in enumerate(self._tasks):
             if self._wanted(task):
-                first.setdefault(hashlib.sha256(_prompt(task).encode()).digest(), index)
+                text = _prompt(task).encode(errors="surrogatepass")
+                first.setdefault(hashlib.sha256(text).digest(), index)
         if len(first) < 2:
             raise DataError(
                 f"data.train ({describe(self._config)}) has 1 task, and without data.val some are "
@@ -135,8 +136,9 @@ class PromptSource:
         Raises:
             DataExhaustedError: all `epochs` are done.
         """
-        if self._buffer:
-            return self._buffer.popleft()
+        while self._buffer:
+            if self._wanted(task := self._buffer.popleft()):
+                return task
         while True:
             if self._position == len(self._order):
                 self._epoch += 1

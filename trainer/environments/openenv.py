@@ -116,7 +116,7 @@ class OpenEnvAgent:
             return {self._config.action_key: reply}
         try:
             action = json.loads(reply)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:  # thousands of brackets, too
             raise ActionRefusedError(f"reply with a JSON object alone ({e})") from e
         if not isinstance(action, dict):
             raise ActionRefusedError("reply with a JSON object alone")
@@ -127,7 +127,8 @@ class OpenEnvAgent:
         key = self._config.observation_key
         if key is not None and isinstance(observation, Mapping):
             observation = observation.get(key)
-        return observation if isinstance(observation, str) else json.dumps(observation)
+        text = observation if isinstance(observation, str) else json.dumps(observation)
+        return _sent(text)
 
     async def _ask(
         self, socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, Any]
@@ -146,10 +147,15 @@ class OpenEnvAgent:
             raise InfrastructureError(f"{self._config.url} gave no answer: {why}") from e
         data = answer.get("data") or {}
         if answer.get("type") == "error":
-            text = f"{data.get('message')} ({data.get('code')})"
+            text = _sent(f"{data.get('message')} ({data.get('code')})")
             if data.get("code") in POLICYS:
                 raise ActionRefusedError(text)
             if data.get("code") == "EXECUTION_ERROR":  # its own code raised: nobody knows whose
                 raise HarnessError(f"{self._config.url}: {text}")
             raise InfrastructureError(f"{self._config.url}: {text}")
         return dict(data)
+
+
+def _sent(text: str) -> str:
+    """`text` as it can be sent to the policy: half a character cannot."""
+    return text.encode(errors="replace").decode()

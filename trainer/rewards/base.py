@@ -17,6 +17,7 @@ from stepwell.trainer.errors import (
     RewardError,
     RewardTimeoutError,
     RewardValueError,
+    shown,
 )
 from stepwell.trainer.threads import function_name, in_thread
 
@@ -137,7 +138,7 @@ def read_result(
     scored = [r for r in steps if r is not None]
     if not scored or not all(map(is_reward, scored)) or not is_reward(sum(scored)):
         raise RewardValueError(
-            f"{call} returned {result!r:.80}; return a number within ±{MAX_REWARD:g}, or a dict "
+            f"{call} returned {_named(result)}; return a number within ±{MAX_REWARD:g}, or a dict "
             f"with one under {key!r}; or a list of one per step, None where a step has none"
         )
     if n_steps not in (None, len(steps)):
@@ -167,7 +168,7 @@ def read_results(
         results = results.tolist()
     if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != n:
         raise RewardValueError(
-            f"{call} returned {results!r:.80} for {n} answers; return a list of {n} scores"
+            f"{call} returned {_named(results)} for {n} answers; return a list of {n} scores"
         )
     read: list[RewardResult | RewardError] = []
     for result, steps in zip(results, n_steps, strict=True):
@@ -176,6 +177,14 @@ def read_results(
         except RewardValueError as e:
             read.append(e)
     return read
+
+
+def _named(result: Any) -> str:
+    """What a function returned, for a message."""
+    try:
+        return f"{result!r:.80}"
+    except Exception:  # noqa: BLE001 - a foreign object, or an integer of thousands of digits
+        return f"a value of type {type(result).__name__}"
 
 
 def describe(reward: Any, data_source: str) -> str:
@@ -187,7 +196,8 @@ def crashed(call: str, error: BaseException) -> RewardError:
     """`error` of a reward function, as ours."""
     if isinstance(error, RewardError):
         return error
-    return RewardCrashError(f"{call} raised {type(error).__name__}{_place(error)}: {error!s:.200}")
+    why = f": {text:.200}" if (text := shown(error)) else ""
+    return RewardCrashError(f"{call} raised {type(error).__name__}{_place(error)}{why}")
 
 
 def _place(error: BaseException) -> str:

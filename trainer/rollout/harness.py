@@ -51,7 +51,7 @@ from stepwell.backends.processes import Bounds, Ended, Job, Limits, last_lines, 
 from stepwell.datapool import dotted
 from stepwell.trainer.config.harness import PLACEHOLDER, GradeConfig, HarnessConfig, HarnessLimits
 from stepwell.trainer.config.harness_presets import PRESETS
-from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
+from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError, shown
 from stepwell.trainer.rollout.folders import copy_over, inside, read_written, remove
 from stepwell.trainer.rollout.harbor import BUILDS, HarborLayout
 from stepwell.trainer.rollout.sandboxes import SandboxRequest, client_env, find_sandbox
@@ -335,7 +335,7 @@ class Rollout:
             why = f"grading: {grade.function} took more than {grade.timeout_s:g} s"
             raise HarnessError(why) from e
         except Exception as e:  # foreign code: no score is not 0
-            raise HarnessError(f"grading: {grade.function}: {type(e).__name__}: {e}") from e
+            raise HarnessError(f"grading: {grade.function}: {type(e).__name__}: {shown(e)}") from e
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise HarnessError(
                 f"grading: {grade.function} returned a {type(reward).__name__}; return a number"

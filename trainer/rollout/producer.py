@@ -48,8 +48,8 @@ from stepwell.trainer.scoring import MEANINGS
 log = logging.getLogger(__name__)
 
 LOSSES = 10
-"""Groups of a prompt that infrastructure lost, after which the prompt is given up: it is then the
-agent that ends its worker, or the engine, whenever it is given that prompt."""
+"""Groups of a prompt in a row that infrastructure lost, after which the prompt is given up: it is
+then the agent that ends its worker, or the engine, whenever it is given that prompt."""
 EVALUATION_ISSUES = 3
 """Times that a prompt of an evaluation is issued if its groups are lost to infrastructure."""
 LOST_IN_A_ROW = 8
@@ -122,7 +122,7 @@ class Producer(GroupProducer):
         self._taken: set[str] = set()
         """Groups of `in_flight` that training took, by prompt_uid."""
         self._losses: Counter[str] = Counter()
-        """Groups lost to infrastructure, by instance_id."""
+        """Groups in a row that a prompt lost to infrastructure, by instance_id."""
         self._generation: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._returned = asyncio.Event()
@@ -349,6 +349,7 @@ class Producer(GroupProducer):
             self._losses[task["instance_id"]] += 1
             if self._losses[task["instance_id"]] == LOSSES:
                 returned = False
+                del self._losses[task["instance_id"]]  # it has as many tries in the next epoch
                 log.error(
                     "%s is given up: worker, gateway or engine failed each of its %d groups",
                     task["instance_id"],
@@ -402,6 +403,8 @@ class Producer(GroupProducer):
     async def _end_group(self, prompt_uid: str, ends: Mapping[str, int]) -> None:
         reason = self._drop_reasons.get(prompt_uid)
         if ends.get(COMPLETE, 0) >= self._min_n and reason is None:
+            if (task := self.in_flight.get(prompt_uid)) is not None:
+                self._losses.pop(task["instance_id"], None)
             return  # it is served, at the latest at its deadline
         if INFRASTRUCTURE in ends:
             if await self._drop_lost(prompt_uid, self._channel):

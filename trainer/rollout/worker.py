@@ -50,7 +50,7 @@ from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import InfrastructureError, RolloutError
+from stepwell.trainer.errors import InfrastructureError, RolloutError, shown
 from stepwell.trainer.rollout.agents import Agent, agent_of_workers, is_generate, load_agent
 from stepwell.trainer.rollout.gateway import (
     PATIENCE_S,
@@ -277,7 +277,7 @@ class RolloutWorker:
             machine_failed = isinstance(e, InfrastructureError)
             # Without the rollout's own URL: the same failure of many rollouts is one reason.
             path = urlsplit(base_url).path or base_url
-            text = str(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
+            text = shown(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
             # Nor half a character, which no gateway takes: the rollout would stay open.
             reason = ": ".join(filter(None, (type(e).__name__, text)))[:200]
             reason = reason.encode(errors="replace").decode()

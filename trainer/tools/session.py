@@ -31,8 +31,9 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from stepwell.datapool.dotted import resolve
+from stepwell.datapool.types import MAX_INT, MAX_REWARD, is_reward
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
-from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError
+from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError, shown
 from stepwell.trainer.tools.base import FunctionTool, Tool
 from stepwell.trainer.tools.verl import VerlTool
 
@@ -274,12 +275,12 @@ class ToolSession:
                 async with asyncio.timeout(self._timeouts[name]):
                     instance_id = await self._instance(name)
                     reward = await self._tools[name].calc_reward(instance_id, **kwargs)
+                    if reward is not None:
+                        rewards[name] = _reward(reward)
             except Exception as e:  # foreign code: any failure is a missing reward
                 raise ToolUnavailableError(
-                    f"calc_reward of tool {name!r} failed ({type(e).__name__}: {e})"
+                    f"calc_reward of tool {name!r} failed ({type(e).__name__}: {shown(e)})"
                 ) from e
-            if reward is not None:
-                rewards[name] = float(reward)
         return rewards
 
     async def _limited(self, number: int, call: Mapping[str, Any]) -> CallResult:
@@ -320,8 +321,9 @@ class ToolSession:
         except Exception as e:  # noqa: BLE001 - foreign code: the model is told
             if isinstance(e, TimeoutError) and limit.expired():
                 return _error(name, "timeout", f"{name} gave no result within {timeout_s:g} s")
-            log.warning("tool %s failed: %s: %s", name, type(e).__name__, e)
-            return _error(name, "failed", f"{type(e).__name__}: {e}")
+            why = ": ".join(filter(None, (type(e).__name__, shown(e))))
+            log.warning("tool %s failed: %s", name, why)
+            return _error(name, "failed", why)
 
     async def _instance(self, name: str) -> str:
         """Made at the first call; several at once share it."""
@@ -340,7 +342,7 @@ class ToolSession:
                     instance_id = await creating
                     await self._tools[name].release(instance_id, **self._of_stage(name, "release"))
             except Exception as e:  # noqa: BLE001 - the rollout is over, whatever happens here
-                log.warning("tool %s was not released: %s: %s", name, type(e).__name__, e)
+                log.warning("tool %s was not released: %s: %s", name, type(e).__name__, shown(e))
 
     def _of_stage(self, name: str, stage: str) -> dict[str, Any]:
         return dict(self._kwargs.get(name, {}).get(f"{stage}_kwargs") or {})
@@ -362,8 +364,27 @@ def _result(name: str, result: Any) -> CallResult:
     whole = result if isinstance(result, tuple) else (result,)
     response, reward, metrics, *_ = (*whole, None, None)
     text = response if isinstance(response, str) else json.dumps(response, default=str)
-    measured = json.loads(json.dumps(dict(metrics or {}), default=_plain))
-    return CallResult(name, text, None if reward is None else float(reward), measured)
+    measured = json.dumps(dict(metrics or {}), default=_plain, ensure_ascii=False)
+    # As they can be sent: half a character, NaN and integers of more than 64 bits cannot.
+    sent: dict[str, Any] = json.loads(
+        measured.encode(errors="replace"), parse_int=_sent, parse_constant=lambda _: None
+    )
+    return CallResult(name, text, None if reward is None else _reward(reward), sent)
+
+
+def _sent(digits: str) -> int | str:
+    return number if -MAX_INT <= (number := int(digits)) < MAX_INT else digits
+
+
+def _reward(given: Any) -> float:
+    """
+    Raises:
+        ValueError, TypeError, OverflowError: it is no reward.
+    """
+    reward = float(given)
+    if not is_reward(reward):
+        raise ValueError(f"the reward is {reward:g}; give a number within ±{MAX_REWARD:g}")
+    return reward
 
 
 def _plain(value: Any) -> Any:

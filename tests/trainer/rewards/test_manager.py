@@ -202,6 +202,33 @@ async def test_a_reward_that_raises_is_called_again_and_then_missing(
     assert len(calls.read_text()) == 3
 
 
+@pytest.mark.parametrize("manager", ["naive", "parallel", "batch"])
+async def test_a_failure_that_cannot_say_what_it_is_is_a_missing_score(
+    write: Write, manager: str
+) -> None:
+    function = write(
+        "class NoText(Exception):\n"
+        "    def __str__(self): return self.message\n"
+        f"def score{SIGNATURE}:\n"
+        "    raise NoText\n"
+    )
+    (result,) = await outcomes([sample()], function=function, manager=manager, max_attempts=1)
+    assert isinstance(result, RewardCrashError)
+    assert re.search(r"raised NoText at .*\.py:4$", str(result))
+
+
+@pytest.mark.parametrize("manager", ["naive", "parallel", "batch"])
+async def test_a_number_that_is_too_long_to_show_is_a_missing_score(
+    write: Write, manager: str
+) -> None:
+    """Python writes no integer of more than 4300 digits."""
+    returned = "[10**5000]" if manager == "batch" else "10**5000"
+    function = write(f"def score{SIGNATURE}: return {returned}\n")
+    (result,) = await outcomes([sample()], function=function, manager=manager, max_attempts=1)
+    assert isinstance(result, RewardValueError)
+    assert "returned a value of type int; return a number within" in str(result)
+
+
 @pytest.mark.parametrize("manager", ["naive", "parallel"])
 async def test_a_failure_that_passes_costs_nothing(write: Write, manager: str) -> None:
     function = write(
