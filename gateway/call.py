@@ -391,10 +391,13 @@ class Calls:
                 try:
                     if request.forced:
                         live.publish(live.text.begin(request.forced))
+                    sampling = request.sampling
+                    if live.number:
+                        sampling = sampling.of_sample(live.number)
                     asked_at = time.perf_counter()
                     generation = await self.engine.generate(
                         live.prompt_ids,
-                        request.sampling.of_sample(live.number),
+                        sampling,
                         affinity=trajectory.uid,
                         on_tokens=live.on_tokens if request.stream else None,
                         pieces=request.pieces if request.is_kept else (),

@@ -70,7 +70,7 @@ class Sampling(msgspec.Struct):
 
     def of_sample(self, number: int) -> Sampling:
         """Those of one of several samples of a prompt: each has a seed of its own, as vLLM's."""
-        if self.seed is None or not number:
+        if self.seed is None:
             return self
         seed = (self.seed + number + 2**63) % 2**64 - 2**63
         return msgspec.structs.replace(self, seed=seed)
