@@ -105,30 +105,26 @@ def canonical(message: Mapping[str, Any]) -> bytes:
     if message["role"] != "assistant":
         return dumps([message["role"], content, message.get("tool_call_id"), message.get("name")])
     calls = [
-        [c.get("id"), c["function"]["name"], parse_arguments(c["function"]["arguments"])]
+        [c.get("id"), c["function"]["name"], _doubles(parse_arguments(c["function"]["arguments"]))]
         for c in message.get("tool_calls") or ()
     ]
-    found = dumps(["assistant", visible_text(content), calls])
-    if calls and _REWRITTEN.search(found):
-        found = dumps(["assistant", visible_text(content), _doubles(calls)])
-    return found
+    return dumps(["assistant", visible_text(content), calls])
 
 
-_REWRITTEN = re.compile(rb"\.0\b|\d[eE][-+]?\d|\d{16}")
-"""Numbers that JavaScript may write in another way than it read them."""
-MAX_EXACT = 2**53
+MAX_EXACT: Final = 2**53
 """Integers up to which all are doubles."""
 
 
 def _doubles(value: Any) -> Any:
     """A value with each number as the double that RFC 8785 takes it for, integers as such."""
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind is dict:
         return {key: _doubles(each) for key, each in value.items()}
-    if isinstance(value, list):
+    if kind is list:
         return [_doubles(each) for each in value]
-    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
+    if kind is float and value.is_integer() and -MAX_EXACT <= value <= MAX_EXACT:
         return int(value)
-    if isinstance(value, int) and abs(value) > MAX_EXACT:  # no boolean is
+    if kind is int and not -MAX_EXACT <= value <= MAX_EXACT:
         with suppress(OverflowError):  # beyond all doubles
             return float(value)
     return value
