@@ -143,13 +143,6 @@ def test_skipped_ids_are_never_handed_out_and_more_may_be_skipped_on_resume(tmp_
     assert sorted(take(again, 7)) == [f"chain_sum-{i}" for i in (0, 1, 2, 4, 6, 8, 9)]
 
 
-def test_tasks_are_held_out_whatever_their_text(write: WriteLines) -> None:
-    """JSON may hold half a character."""
-    path = write(*({"question": f"{i} \ud83d", "answer": "1"} for i in range(20)))
-    source = PromptSource(jsonl(path))
-    assert len(source.hold_out()) == 2
-
-
 def test_an_id_that_is_skipped_on_resume_is_not_handed_out_again_either() -> None:
     """A prompt that kills its worker is in flight when the run is stopped, and so comes back."""
     source = PromptSource(chain_sum(size=3, shuffle=False))

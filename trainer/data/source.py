@@ -118,8 +118,7 @@ class PromptSource:
         first: dict[bytes, int] = {}
         for index, task in enumerate(self._tasks):
             if self._wanted(task):
-                text = _prompt(task).encode(errors="surrogatepass")
-                first.setdefault(hashlib.sha256(text).digest(), index)
+                first.setdefault(hashlib.sha256(_prompt(task).encode()).digest(), index)
         if len(first) < 2:
             raise DataError(
                 f"data.train ({describe(self._config)}) has 1 task, and without data.val some are "
