@@ -584,3 +584,10 @@ class Lease:
     @property
     def steps(self) -> list[Step]:
         return [s for g in self.groups for s in g.steps]
+
+
+def mapping_in(metadata: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The mapping under a key; empty if there is none: agents send with their groups and
+    trajectories whatever they like."""
+    found = metadata.get(key)
+    return found if isinstance(found, Mapping) else {}

@@ -46,11 +46,12 @@ from stepwell.datapool.files.trained import (
     write_trained,
 )
 from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, write_durably
-from stepwell.datapool.types import MAX_INT, Group, Step, Trajectory, user_of
+from stepwell.datapool.types import Group, Step, Trajectory, mapping_in, user_of
 from stepwell.trainer.errors import shown
+from stepwell.trainer.plain import plain
 from stepwell.trainer.scoring import EXTRA
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import mapping_in, task_of, versions_of
+from stepwell.trainer.trajectory_metrics import task_of, versions_of
 
 log = logging.getLogger(__name__)
 
@@ -353,18 +354,7 @@ def _line(row: Any) -> bytes:
     try:
         return orjson.dumps(row, default=shown, option=options)
     except TypeError:  # an integer beyond 64 bits, or half a character
-        return orjson.dumps(_writable(row), default=shown, option=options)
-
-
-def _writable(value: Any) -> Any:
-    """A value with the integers as text that are beyond 64 bits, and no half of a character."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, int) and not -MAX_INT <= value < 2 * MAX_INT:
-        return shown(value) or hex(value)
-    if isinstance(value, Mapping):
-        return {_writable(k): _writable(v) for k, v in value.items()}
-    return [_writable(v) for v in value] if isinstance(value, list | tuple) else value
+        return orjson.dumps(plain(row), default=shown, option=options)
 
 
 def write_evaluation(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:

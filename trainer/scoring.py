@@ -33,7 +33,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.types import Group, Trajectory
+from stepwell.datapool.types import Group, Trajectory, mapping_in
 from stepwell.trainer.config import OverlongBufferConfig, RewardConfig
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards.base import RewardResult, RewardSample
@@ -42,7 +42,6 @@ from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.overlong import punished
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
-    mapping_in,
     task_of,
     tool_use,
     trajectory_metrics,

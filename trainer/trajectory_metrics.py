@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.datapool.types import Group, Trajectory
+from stepwell.datapool.types import Group, Trajectory, mapping_in
 
 
 def trajectory_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -76,13 +76,6 @@ def tool_use(groups: Sequence[Group]) -> float | None:
 def task_of(group: Group) -> Mapping[str, Any]:
     """The task that the group's prompt is of; empty if nobody said one."""
     return mapping_in(group.metadata, "task")
-
-
-def mapping_in(metadata: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The mapping under a key; empty if there is none: agents send with their groups and
-    trajectories whatever they like."""
-    found = metadata.get(key)
-    return found if isinstance(found, Mapping) else {}
 
 
 def data_source(group: Group) -> str:

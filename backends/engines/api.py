@@ -69,7 +69,8 @@ class Sampling(msgspec.Struct):
     """(kind, text): "json_schema", "regex", "ebnf" or "structural_tag"."""
 
     def of_sample(self, number: int) -> Sampling:
-        """Those of one of several samples of a prompt: each has a seed of its own, as vLLM's."""
+        """Return the parameters of one of several samples of a prompt: each has a seed of its own,
+        as vLLM's."""
         if self.seed is None:
             return self
         seed = (self.seed + number + 2**63) % 2**64 - 2**63

@@ -27,7 +27,7 @@ from torch import Tensor
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import RowForm, TokenRow, build_rows
 from stepwell.backends.verl.images import RowImages
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import Step, mapping_in
 
 COLUMNS = {
     "advantages": "advantages",
@@ -312,13 +312,8 @@ def _task_fields(prompt_uid: str, tasks: Mapping[str, Mapping[str, Any]]) -> dic
         "data_source": task.get("data_source") or "stepwell",
         "reward_model": task.get("reward_model") or {"style": "rule", "ground_truth": truth},
         # A task of `data` has its row's extra_info as `metadata`.
-        "extra_info": {**_mapping(task.get("metadata")), **_mapping(task.get("extra_info"))},
+        "extra_info": {**mapping_in(task, "metadata"), **mapping_in(task, "extra_info")},
     }
-
-
-def _mapping(found: Any) -> Mapping[str, Any]:
-    """Empty if it is none: agents send whatever they like with a group."""
-    return found if isinstance(found, Mapping) else {}
 
 
 def _routed_experts(members: Sequence[Step], n: int) -> Tensor | None:

@@ -291,7 +291,7 @@ class RolloutBuffer:
                 if reason == SKIPPED:
                     self._skip[str(instance_of(group))] += 1
                 continue
-            except BaseException:
+            except BaseException:  # the consumer has left, or the pool fails: it is raised
                 self._skip_again(refused[i:])
                 raise
             self._dropped[reason] += 1

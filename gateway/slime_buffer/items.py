@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.datapool.branches import branches
-from stepwell.datapool.types import Group, Step, TokenIds, Trajectory
+from stepwell.datapool.types import Group, Step, TokenIds, Trajectory, mapping_in
 from stepwell.gateway.tokens.messages import MESSAGES, Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
@@ -125,7 +125,8 @@ def make_item(
     main, *others = rows(trajectory.steps)
     metadata = dict(trajectory.metadata)
     metadata.pop(INSTANCE, None)
-    written = _mapping(metadata.pop(WRITTEN, None))
+    written = mapping_in(metadata, WRITTEN)
+    metadata.pop(WRITTEN, None)
     uid = written.get("uid")
     extra = {
         "finish_reason": main.steps[-1].finish_reason,
@@ -134,7 +135,7 @@ def make_item(
         "prompt_uid": trajectory.prompt_uid,
         "delivery": group.delivery,
         **metadata,
-        **_mapping(written.get("extra_info")),
+        **mapping_in(written, "extra_info"),
     }
     return {
         "raw_reward": trajectory.reward,  # before whatever normalises it
@@ -147,11 +148,6 @@ def make_item(
         **main.as_dict(),
         "branches": [row.as_dict() for row in others],
     }
-
-
-def _mapping(found: Any) -> dict[str, Any]:
-    """What was written, or nothing: agents may send other values as metadata of the same name."""
-    return found if isinstance(found, dict) else {}
 
 
 def instance_of(group: Group) -> InstanceId:

@@ -139,7 +139,7 @@ def again(arguments: str, rng: random.Random) -> Any:
 
 
 def as_shown(reply: Message, new: list[Message]) -> list[Message]:
-    """What follows a reply, results in the order of their calls."""
+    """Messages behind a reply, results in the order of their calls."""
     ids = [call["id"] for call in reply.get("tool_calls") or ()]
     return sorted(new, key=lambda m: ids.index(m["tool_call_id"]) if m["role"] == "tool" else 99)
 

@@ -124,7 +124,7 @@ def test_a_working_folder_that_was_removed_is_told(
 
 
 def test_a_run_goes_on_when_the_reader_of_its_lines_has_gone() -> None:
-    """As a `tee` is that has had the same Ctrl-C."""
+    """A `tee` has had the same Ctrl-C."""
     code = (
         "import sys; from stepwell.track.console import Display; d = Display('mine', 'plain')\n"
         "for step in range(3): d.status(f'step {step}')\n"

@@ -290,7 +290,7 @@ async def test_a_leased_group_is_listed_with_the_rewards_that_the_trainer_gave(
 
 
 def test_json_has_null_for_what_is_no_number(tmp_path: Path, capsys: Capture) -> None:
-    """As a group of a row has whose answer is NaN."""
+    """The group of a row whose answer is NaN has one."""
     begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
 
     async def fill() -> None:
@@ -554,7 +554,7 @@ async def test_a_pool_that_does_not_answer_is_told_with_the_rest(
 async def test_a_run_whose_folder_is_on_another_machine_is_shown_by_what_answers(
     tmp_path: Path,
 ) -> None:
-    """As `stepwell status HOST:PORT` finds it."""
+    """`stepwell status HOST:PORT` finds it."""
     begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
     there = tmp_path / "nowhere"
     async with DataPoolClient.local() as pool:

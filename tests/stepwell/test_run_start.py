@@ -41,7 +41,7 @@ async def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Pa
 def test_a_file_system_without_locks_is_told_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Lustre is, unless it was mounted with `flock`."""
+    """Lustre is one, unless it was mounted with `flock`."""
 
     def flock(file: object, how: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")

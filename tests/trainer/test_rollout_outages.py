@@ -292,7 +292,7 @@ async def test_an_agent_that_always_fails_is_counted_and_its_prompts_are_not_iss
 
 
 async def raises_half_a_character(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
-    """As of what a model wrote in JSON."""
+    """A model may write such a one in JSON."""
     raise ValueError(json.loads(r'"no tool \ud83d"'))
 
 

@@ -61,20 +61,6 @@ class TaskSet(Protocol):
     def __iter__(self) -> Iterator[Task]: ...
 
 
-def carried(value: Any) -> Any:
-    """`value`, of a task, as the pool takes it: integers beyond 64 bits are text, and half a
-    character (a lone surrogate) is a question mark."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        return {carried(key): carried(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [carried(item) for item in value]
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return str(value)
-    return value
-
-
 def without_pictures(task: Mapping[str, Any]) -> dict[str, Any]:
     """The task as the pool has it: with `PICTURE` in place of each picture."""
     messages = task.get("messages")

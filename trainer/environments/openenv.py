@@ -22,6 +22,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from stepwell.trainer.config.environment import OpenEnvConfig
 from stepwell.trainer.errors import HarnessError, InfrastructureError
+from stepwell.trainer.plain import plain_text
 from stepwell.trainer.rollout.harness import prompt_of
 from stepwell.trainer.tools.agent import USED_UP
 
@@ -128,7 +129,7 @@ class OpenEnvAgent:
         if key is not None and isinstance(observation, Mapping):
             observation = observation.get(key)
         text = observation if isinstance(observation, str) else json.dumps(observation)
-        return _sent(text)
+        return plain_text(text)
 
     async def _ask(
         self, socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, Any]
@@ -147,15 +148,10 @@ class OpenEnvAgent:
             raise InfrastructureError(f"{self._config.url} gave no answer: {why}") from e
         data = answer.get("data") or {}
         if answer.get("type") == "error":
-            text = _sent(f"{data.get('message')} ({data.get('code')})")
+            text = plain_text(f"{data.get('message')} ({data.get('code')})")
             if data.get("code") in POLICYS:
                 raise ActionRefusedError(text)
             if data.get("code") == "EXECUTION_ERROR":  # its own code raised: nobody knows whose
                 raise HarnessError(f"{self._config.url}: {text}")
             raise InfrastructureError(f"{self._config.url}: {text}")
         return dict(data)
-
-
-def _sent(text: str) -> str:
-    """`text` as it can be sent to the policy: half a character cannot."""
-    return text.encode(errors="replace").decode()

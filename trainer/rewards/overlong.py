@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepwell.datapool.types import Trajectory
+from stepwell.datapool.types import Trajectory, mapping_in
 from stepwell.trainer.config import OverlongBufferConfig
-from stepwell.trainer.trajectory_metrics import mapping_in
 
 
 def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:

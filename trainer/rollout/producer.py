@@ -35,11 +35,12 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource, Task, slug
-from stepwell.trainer.data.tasks import carried, without_pictures
+from stepwell.trainer.data.tasks import without_pictures
 from stepwell.trainer.errors import DataExhaustedError, RolloutError
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import Idle
+from stepwell.trainer.plain import plain
 from stepwell.trainer.reclaim import PRODUCER_GONE, live_groups, reclaim
 from stepwell.trainer.rollout.worker import CLOSED, COMPLETE, INFRASTRUCTURE, WorkerHandle
 from stepwell.trainer.sampling import SURPLUS, Pace
@@ -386,8 +387,7 @@ class Producer(GroupProducer):
             n,
             deadline_s=self._config.group_deadline_s,
             min_rollouts=min(min_n, n),
-            metadata={"task": carried(about)}
-            | ({GREEDY: True} if self._greedy_in(channel) else {}),
+            metadata={"task": plain(about)} | ({GREEDY: True} if self._greedy_in(channel) else {}),
             channel=channel,
         )
 

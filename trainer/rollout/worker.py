@@ -51,6 +51,7 @@ from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import InfrastructureError, RolloutError, shown
+from stepwell.trainer.plain import plain_text
 from stepwell.trainer.rollout.agents import Agent, agent_of_workers, is_generate, load_agent
 from stepwell.trainer.rollout.gateway import (
     PATIENCE_S,
@@ -280,7 +281,7 @@ class RolloutWorker:
             text = shown(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
             # Nor half a character, which no gateway takes: the rollout would stay open.
             reason = ": ".join(filter(None, (type(e).__name__, text)))[:200]
-            reason = reason.encode(errors="replace").decode()
+            reason = plain_text(reason)
             frame = traceback.extract_tb(e.__traceback__)[-1]
             if (place := (frame.filename, frame.lineno)) not in self._traced:
                 self._traced.add(place)

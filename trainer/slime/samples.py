@@ -15,9 +15,9 @@ from typing import Any
 
 from stepwell.backends.slime.sample import SAMPLE, as_slime, put_back
 from stepwell.backends.slime.samples import Samples, not_trained, rollouts_of, to_samples
-from stepwell.datapool.types import Group
+from stepwell.datapool.types import Group, mapping_in
 from stepwell.trainer.tokenizers import tokenizer_at
-from stepwell.trainer.trajectory_metrics import mapping_in, task_of
+from stepwell.trainer.trajectory_metrics import task_of
 
 
 class WholeSamples:

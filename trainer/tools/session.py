@@ -34,6 +34,7 @@ from stepwell.datapool.dotted import resolve
 from stepwell.datapool.types import MAX_INT, MAX_REWARD, is_reward
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
 from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError, shown
+from stepwell.trainer.plain import plain_text
 from stepwell.trainer.tools.base import FunctionTool, Tool
 from stepwell.trainer.tools.verl import VerlTool
 
@@ -348,7 +349,7 @@ class ToolSession:
         return dict(self._kwargs.get(name, {}).get(f"{stage}_kwargs") or {})
 
     def _cut(self, text: str) -> str:
-        text = text.encode(errors="replace").decode()  # half a character cannot be sent
+        text = plain_text(text)  # half a character cannot be sent
         most = self._config.max_response_chars
         if len(text) <= most:
             return text

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 from torch import Tensor
 
-from stepwell.datapool.types import Group
+from stepwell.datapool.types import Group, mapping_in
 from stepwell.trainer.algorithms.advantages.base import (
     GREEDY_REWARD,
     Array,
@@ -26,7 +26,7 @@ from stepwell.trainer.algorithms.advantages.base import (
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
 from stepwell.trainer.scoring import EXTRA
-from stepwell.trainer.trajectory_metrics import mapping_in, task_of
+from stepwell.trainer.trajectory_metrics import task_of
 
 
 def compute_advantages(
