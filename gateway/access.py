@@ -70,7 +70,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request, cookie_parser
 from starlette.types import Receive, Scope
 
-from stepwell.gateway.bodies import BIG, SMALL, check_holdings
+from stepwell.gateway.bodies import BIG, MAX_TEXT, SMALL, check_holdings, most_bytes
 from stepwell.gateway.config import OPERATORS, TUNING, GatewayConfig, Tuning, is_loopback
 from stepwell.gateway.errors import (
     AuthenticationError,
@@ -491,9 +491,10 @@ class AccessControl:
             takes_pictures: the served model does, so bodies of calls may be longer.
         """
         self._takes_pictures = takes_pictures
-        self._most_of_call = config.max_body_bytes
+        self._most_of_text = min(config.max_body_bytes, MAX_TEXT)
+        self._most_of_call = self._most_of_text
         if takes_pictures:
-            self._most_of_call = max(config.max_body_bytes, config.pictures.max_body_bytes)
+            self._most_of_call = max(self._most_of_text, config.pictures.max_body_bytes)
         self.keys = KeyRing(config)
         self.hosts = Hosts(config, replica_urls)
         self._config, self._tuning = config, tuning
@@ -563,10 +564,12 @@ class AccessControl:
         first = headers.first
         if b"content-length" not in first and b"transfer-encoding" not in first:
             return b""
-        kind, most = first.get(b"content-type", b""), self._config.max_body_bytes
-        most = min(most, MAX_OPEN_BODY) if needed == "open" else most
-        if is_call:
-            most = self._most_of_call
+        kind, most = first.get(b"content-type", b""), self._most_of_call
+        if not is_call:
+            most = self._config.max_body_bytes
+            if not self._takes_pictures:  # those that are counted come with their pictures, too
+                most = most_bytes(path, most)
+            most = min(most, MAX_OPEN_BODY) if needed == "open" else most
         if is_complete:  # the rule, which needs no clock
             body = await self._read(receive, kind, most)
         else:
@@ -588,10 +591,10 @@ class AccessControl:
         Raises:
             BodyTooLargeError
         """
-        if len(text) > (most := self._config.max_body_bytes):
+        if len(text) > (most := self._most_of_text):
             raise BodyTooLargeError(
                 f"the request's body has {len(text)} bytes without its pictures, and may have "
-                f"{most} (gateway.max_body_bytes)",
+                f"{most} ({self._limit(most)})",
                 None,
             )
         await self.check_holdings(path, text)
@@ -618,16 +621,23 @@ class AccessControl:
             if size:
                 _check_kind(kind)
             if size > most:
-                limit = "gateway.max_body_bytes"
-                if most < self._config.max_body_bytes:
-                    limit = "the most where no key is asked for"
-                elif most > self._config.max_body_bytes:
-                    limit = "gateway.pictures.max_body_bytes"
-                raise BodyTooLargeError(f"the request's body exceeds {most} bytes ({limit})", None)
+                raise BodyTooLargeError(
+                    f"the request's body exceeds {most} bytes ({self._limit(most)})", None
+                )
         if size > BIG:  # takes long, and lets the loop go on
             join = asyncio.get_running_loop().run_in_executor
             return await join(self._threads, b"".join, pieces)
         return b"".join(pieces)
+
+    def _limit(self, most: int) -> str:
+        """The rule by which a body may have `most` bytes."""
+        limits = {
+            MAX_OPEN_BODY: "the most where no key is asked for",
+            MAX_TEXT: "the most of text alone",
+            self._config.pictures.max_body_bytes: "gateway.pictures.max_body_bytes",
+            self._config.max_body_bytes: "gateway.max_body_bytes",
+        }
+        return limits[most]
 
 
 def keep(scope: Scope, caller: Principal, body: bytes) -> None:

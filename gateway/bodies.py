@@ -24,16 +24,19 @@ BIG = 1_048_576
 """Bytes of a body that is worked on in a thread where that is possible."""
 FEW = 16_384
 """Bytes that are counted as fast without NumPy."""
-MAX_WIDE = 12 * 1024 * 1024
-"""Bytes of a body with text outside ASCII. Its characters take up to four bytes each in memory, and
-so 30 MB of it hold the event loop for 0.1 s. A longer body is one of images or of ids."""
+MAX_TEXT = 12 * 1024 * 1024
+"""Bytes of a body that is text: some three million tokens. To parse 30 MB holds the event loop for
+0.03 s, and for 0.1 s where the machine has to fetch the memory first, or characters outside ASCII
+take four bytes each. A longer body is one of pictures, which are taken out before it is parsed, or
+of ids and log-probs."""
 MAX_STRINGS = 100_000
 """Strings and keys of one body."""
 MAX_CONTAINERS = 20_000
 """Objects and lists of one body: a conversation of 5,000 tool calls has as many."""
 MAX_NUMBERS = 1_000_000
 """Numbers of a body that may bring ids and log-probs; elsewhere they count as strings do."""
-_WITH_IDS = ("/completions", "/generate", "/submit_steps", "/buffer/write", "/compute_reward")
+_WITH_LOG_PROBS = ("/submit_steps", "/buffer/write", "/compute_reward")
+_WITH_IDS = ("/completions", "/generate", *_WITH_LOG_PROBS)
 
 _QUOTE, _BACKSLASH, _COMMA, _LIST, _OBJECT = b'"\\,[{'
 
@@ -82,6 +85,15 @@ def _most(path: str) -> Holdings:
     return _MOST_WITH_IDS if path.endswith(_WITH_IDS) else _MOST
 
 
+def most_bytes(path: str, most: int) -> int:
+    """Bytes that a body of this path may have.
+
+    Args:
+        most: that any may have.
+    """
+    return most if path.endswith(_WITH_LOG_PROBS) else min(most, MAX_TEXT)
+
+
 async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
     """Check a body of more than `SMALL` bytes.
 
@@ -95,12 +107,12 @@ async def check_holdings(path: str, body: bytes, threads: Executor) -> None:
     else:
         run = asyncio.get_running_loop().run_in_executor
         counted = await run(threads, holdings, body, bounds)
-        if len(body) > MAX_WIDE:
+        if len(body) > MAX_TEXT:
             is_wide = await run(threads, _has_wide, body)
     if is_wide:
         raise BodyTooLargeError(
             f"the request's body has {len(body)} bytes and text outside ASCII, and may have "
-            f"{MAX_WIDE} with such text; send less",
+            f"{MAX_TEXT} with such text; send less",
             None,
         )
     for n, most, name in zip(counted, bounds, _NAMES, strict=True):

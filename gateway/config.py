@@ -134,8 +134,8 @@ class PicturesConfig(Section):
     """Bounds of what calls bring in pictures, where the served model takes them."""
 
     max_body_bytes: int = Field(default=128 * 1024 * 1024, ge=1024)
-    """Bytes of a call's body with its pictures; without them it may have `gateway.max_body_bytes`.
-    50 screenshots of 1 MB are 67 MB."""
+    """Bytes of a call's body with its pictures; without them it may have 12 MB at most. 50
+    screenshots of 1 MB are 67 MB."""
     max_count: int = Field(default=100, ge=1)
     """Pictures of one body, those of the whole conversation."""
     max_pixels: int = Field(default=40_000_000, ge=1, le=178_000_000)
@@ -210,7 +210,8 @@ class GatewayConfig(Section):
     allowed_origins: tuple[Origin, ...] = ()
     """Web pages that may send requests from a browser, as `https://name:port`; others may not."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
-    """Larger request bodies are refused with 413."""
+    """Larger request bodies are refused with 413, and those that are text, without ids and
+    log-probs, from 12 MB on."""
     pictures: PicturesConfig = PicturesConfig()
     max_concurrent_calls: int | None = Field(default=None, ge=1)
     """Calls being generated at once; more wait their turn. null: the engines queue them."""

@@ -78,6 +78,10 @@ def declared(**fields: Any) -> list[dict[str, Any]]:
     return [{"functionDeclarations": [{"name": "f", **fields}]}]
 
 
+LONGEST = "a b " * 3_145_000
+"""As much as a body of text may have."""
+LONGER = "a b " * 8_388_000
+"""As much as any body may have by `gateway.max_body_bytes`."""
 TEXT = {"type": "text", "text": "a"}
 A = {"text": "a"}
 HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -132,8 +136,8 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
             "tools": [{"type": "function", "name": "f", "description": "word " * 600_000}],
         },
     ),
-    "arguments": (CHAT, lambda: {"messages": called(json.dumps(unknown(800_000)))}),
-    "arguments as an object": (CHAT, lambda: {"messages": called(unknown(800_000))}),
+    "arguments": (CHAT, lambda: {"messages": called(json.dumps(unknown(700_000)))}),
+    "arguments as an object": (CHAT, lambda: {"messages": called(unknown(700_000))}),
     "arguments, responses": (
         RESPONSES,
         lambda: {
@@ -143,7 +147,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
                     "type": "function_call",
                     "call_id": "c",
                     "name": "f",
-                    "arguments": json.dumps(unknown(800_000)),
+                    "arguments": json.dumps(unknown(700_000)),
                 },
             ]
         },
@@ -157,7 +161,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: {
             "contents": [
                 *contents(A),
-                {"role": "model", "parts": [{"text": "a" * 1_500}] * 19_000},
+                {"role": "model", "parts": [{"text": "a" * 600}] * 19_000},
                 {"role": "model", "parts": [{"text": "b"}]},
             ]
         },
@@ -166,7 +170,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
         RESPONSES,
         lambda: {
             "input": [
-                *[{"role": "assistant", "content": "a" * 1_500}] * 19_000,
+                *[{"role": "assistant", "content": "a" * 600}] * 19_000,
                 {"role": "user", "content": [{"type": "input_image"}]},
             ]
         },
@@ -177,7 +181,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
             "max_tokens": 9,
             "messages": [
                 *USER,
-                {"role": "assistant", "content": [{"type": "text", "text": "a" * 1_500}] * 19_000},
+                {"role": "assistant", "content": [{"type": "text", "text": "a" * 600}] * 19_000},
                 {"role": "assistant", "content": [{"type": "image"}]},
             ],
         },
@@ -200,7 +204,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
         GEMINI,
         lambda: {
             "contents": contents(
-                {"functionResponse": {"name": "f", "response": {"output": "a b " * 4 * M}}}
+                {"functionResponse": {"name": "f", "response": {"output": LONGEST}}}
             )
         },
     ),
@@ -234,13 +238,19 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
         GEMINI,
         lambda: nested(M, '{"a":', "}").replace(b":}", b":1}", 1).replace(b"messages", b"contents"),
     ),
-    "long text": (CHAT, lambda: {"messages": [{"role": "user", "content": "a b " * 4 * M}]}),
-    "longest text": (CHAT, lambda: {"messages": [{"role": "user", "content": "a b " * 8_388_590}]}),
+    "longest text": (CHAT, lambda: {"messages": [{"role": "user", "content": LONGEST}]}),
     "wide text": (
         CHAT,
-        lambda: {"messages": [{"role": "user", "content": "\U0001f600" + "a b " * 7 * M}]},
+        lambda: {"messages": [{"role": "user", "content": "\U0001f600" + LONGEST}]},
     ),
-    "prompt": (COMPLETIONS, lambda: {"prompt": "a b " * 4 * M}),
+    "longer text": (CHAT, lambda: {"messages": [{"role": "user", "content": LONGER}]}),
+    "longer text, lifecycle": ("/init_trajectory", lambda: {"prompt_uid": LONGER}),
+    "longer text of a step": ("/submit_steps", lambda: {"steps": [{"messages": LONGER}]}),
+    "wide text of a step": (
+        "/submit_steps",
+        lambda: {"steps": [{"messages": "\U0001f600" + LONGER}]},
+    ),
+    "prompt": (COMPLETIONS, lambda: {"prompt": LONGEST}),
     "schema": (
         CHAT,
         lambda: {
@@ -252,12 +262,12 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {
         MESSAGES,
         lambda: {**REPLY, "tools": [{"name": "f", "input_schema": schema(M)}]},
     ),
-    "parts, chat": (CHAT, lambda: {"messages": [{"role": "user", "content": [TEXT] * M}]}),
+    "parts, chat": (CHAT, lambda: {"messages": [{"role": "user", "content": [TEXT] * 450_000}]}),
     "parts, messages": (
         MESSAGES,
-        lambda: {"max_tokens": 9, "messages": [{"role": "user", "content": [TEXT] * M}]},
+        lambda: {"max_tokens": 9, "messages": [{"role": "user", "content": [TEXT] * 450_000}]},
     ),
-    "items": (RESPONSES, lambda: {"input": [{"role": "user", "content": "a"}] * 900_000}),
+    "items": (RESPONSES, lambda: {"input": [{"role": "user", "content": "a"}] * 400_000}),
     "messages": (CHAT, lambda: {"messages": [{}] * M}),
     "ids": (COMPLETIONS, lambda: {"prompt": [1] * 4 * M}),
     "steps": ("/submit_steps", lambda: {"steps": [{}] * M}),

@@ -122,12 +122,14 @@ _SERVERS = frozenset(
 """Tools that Google's servers run."""
 
 
-def camel(sent: Mapping[str, Any]) -> dict[str, Any]:
+def camel(sent: Mapping[str, Any]) -> Mapping[str, Any]:
     """An object with its known fields in camel case.
 
     Raises:
         RequestError: a field is there in both forms.
     """
+    if NAMES.keys().isdisjoint(sent):
+        return sent
     named = {NAMES.get(name, name): value for name, value in sent.items()}
     if len(named) < len(sent):
         name = next(n for n in sent if n in NAMES and NAMES[n] in sent)
@@ -308,7 +310,7 @@ def system_text(content: Any) -> str:
     return "\n".join(text for part, at in parts if (text := _text(part, at, "text")))
 
 
-def parts_of(content: Mapping[str, Any], where: str) -> Iterator[tuple[dict[str, Any], str]]:
+def parts_of(content: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Parts with their places; Google's API also takes a single one without a list."""
     parts = content.get("parts")
     if isinstance(parts, dict):
@@ -319,7 +321,11 @@ def parts_of(content: Mapping[str, Any], where: str) -> Iterator[tuple[dict[str,
         at = f"{where}.parts[{i}]"
         if not isinstance(part, dict):
             raise wrong(at, part, "send an object with text")
-        yield {k: v for k, v in camel(part).items() if v is not None}, at
+        part = camel(part)
+        yield (
+            {k: v for k, v in part.items() if v is not None} if None in part.values() else part,
+            at,
+        )
 
 
 def _picture(part: Mapping[str, Any], where: str, known: Known) -> Message:

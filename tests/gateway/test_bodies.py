@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gateway.hostile import CHAT, HOSTILE, USER, M, function, hostile_body
+from benchmarks.gateway.hostile import CHAT, COMPLETIONS, HOSTILE, USER, M, function, hostile_body
 from stepwell.gateway import bodies
 
 
@@ -39,21 +39,30 @@ async def test_a_hostile_body_is_refused_in_few_words_and_nothing_is_sampled(
 
 
 @pytest.mark.parametrize(
-    ("sign", "status"), [("\U0001f600".encode(), 413), (b"\\ud83d\\ude00", 413), (b"", 400)]
+    ("path", "sign", "refusal"),
+    [
+        (CHAT, b"", "exceeds 12582912 bytes (the most of text alone)"),
+        (COMPLETIONS, b"", "exceeds 12582912 bytes (the most of text alone)"),
+        ("/init_trajectory", b"", "exceeds 12582912 bytes (the most of text alone)"),
+        ("/submit_steps", "\U0001f600".encode(), "text outside ASCII, and may have 12582912"),
+        ("/submit_steps", b"\\ud83d\\ude00", "text outside ASCII, and may have 12582912"),
+        ("/submit_steps", b"", None),
+    ],
 )
-async def test_a_body_of_wide_characters_is_refused_before_it_takes_four_times_its_size(
-    worlds: Any, sign: bytes, status: int
+async def test_a_long_text_is_refused_before_it_is_parsed(
+    worlds: Any, path: str, sign: bytes, refusal: str | None
 ) -> None:
+    """Steps may be longer, of ids and log-probs."""
     world = await worlds()
     body = b'{"messages": [{"role": "user", "content": "%s%s"}]}' % (sign, b"a " * 8 * M)
     kind = {"content-type": "application/json"}
     async with (
         aiohttp.ClientSession() as http,
-        http.post(world.url + CHAT, data=body, headers=kind) as answer,
+        http.post(world.url + path, data=body, headers=kind) as answer,
     ):
         text = await answer.text()
-    assert answer.status == status, text
-    assert ("text outside ASCII, and may have 12582912" in text) is (status == 413)
+    assert answer.status == (413 if refusal else 400), text
+    assert (refusal or "messages") in text
     assert not world.engine.requests
 
 
