@@ -35,6 +35,10 @@ those that left the process group."""
 
 STARTED = b"\6"
 """First byte of PROGRAM's output: without it the sandbox failed, not the program."""
+MOST_BYTES = 4
+"""Bytes of a character, at most."""
+_CONTINUES = bytes(range(0x80, 0xC0))
+"""Bytes within a character."""
 DRAIN_S = 1.0
 """Seconds for what is left in the pipe of a program that has ended."""
 
@@ -130,8 +134,7 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
     feeding = asyncio.create_task(_feed(process, given))
     try:
         async with asyncio.timeout(limits.wall_s):
-            await _read(process, output, limits.output_chars + len(STARTED))
-            if len(output) > limits.output_chars + len(STARTED):
+            if not await _read(process, output, limits.output_chars + len(STARTED)):
                 failure = f"more than {limits.output_chars} characters of output; killed"
             else:
                 await process.wait()
@@ -153,7 +156,7 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
         raise OSError(
             f"the sandbox did not start ({reason or f'exit status {process.returncode}'})"
         )
-    text = output[len(STARTED) :][: limits.output_chars].decode(errors="replace")
+    text = output[len(STARTED) :].decode(errors="replace")[: limits.output_chars]
     return Ended(text, failure or _how(process.returncode or 0, limits))
 
 
@@ -167,13 +170,19 @@ async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
     process.stdin.close()
 
 
-async def _read(process: asyncio.subprocess.Process, output: bytearray, most: int) -> None:
-    """Into `output`, which has what there was if this is cancelled."""
-    while process.stdout is not None and len(output) <= most:
-        chunk = await process.stdout.read(most + 1 - len(output))
+async def _read(process: asyncio.subprocess.Process, output: bytearray, most: int) -> bool:
+    """Into `output`, which has what there was if this is cancelled; False: there are more than
+    `most` characters."""
+    characters = 0
+    while process.stdout is not None:
+        chunk = await process.stdout.read(most + 1 - characters)
         if not chunk:
             break
         output += chunk
+        characters += len(chunk.translate(None, _CONTINUES))
+        if characters > most or len(output) > MOST_BYTES * most:  # what is no text, too
+            return False
+    return True
 
 
 def _how(status: int, limits: SandboxConfig) -> str:

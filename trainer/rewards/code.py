@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from stepwell.trainer.errors import RewardCrashError, RewardValueError
 from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
+from stepwell.trainer.rollout.folders import remove
 from stepwell.trainer.sandbox import Ended, SandboxConfig, run
 
 MOST_OF_A_WRONG_ONE = 10
@@ -158,8 +159,18 @@ class CodeReward:
     async def _run_here(self, program: str, test: _Test) -> Ended:
         most = max(self._limits.output_chars, test.output_chars)
         limits = self._limits.model_copy(update={"output_chars": most})
-        with tempfile.TemporaryDirectory(prefix="stepwell-code-") as folder:
-            return await run(program, Path(folder), limits, test.stdin)
+        folder = Path(tempfile.mkdtemp(prefix="stepwell-code-"))
+        try:
+            return await run(program, folder, limits, test.stdin)
+        finally:
+            await asyncio.to_thread(_remove, folder)
+
+
+def _remove(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:  # the program has left something there, perhaps thousands of levels deep
+        remove(folder)
 
 
 def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:

@@ -66,7 +66,7 @@ class RewardModel:
                 "template renders the conversation, or a prompt"
             )
         else:
-            self._tokenizer: Any = tokenizer_at(Path(tokenizer))
+            self._tokenizer: Any = tokenizer_at(Path(tokenizer).expanduser())
             if not self._tokenizer.chat_template:
                 raise ValueError(
                     f"tokenizer is {tokenizer!r}, which has no chat template; set prompt to what "

@@ -196,3 +196,9 @@ async def test_an_answer_without_a_score_is_missing() -> None:
 def test_wrong_settings_are_refused_at_the_start(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardLoadError, match=message):
         load_reward("reward_model", kwargs)
+
+
+async def test_its_folder_may_begin_at_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    (score,) = await scores("4", path=f"~/{model.name}")
+    assert isinstance(score, float), score
