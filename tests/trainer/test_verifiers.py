@@ -4,6 +4,7 @@ itself, which pins others than ours, is in `make test-harness`."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,24 @@ def test_tasks_are_what_the_environments_own_python_lists(tmp_path: Path) -> Non
     (task,) = open_tasks(source(python=python, config=config))
     told = {"index": 1, "taskset": "adds", "env_config": json.dumps(config)}
     assert task == {**row, "metadata": told}
+
+
+def test_nobody_answers_what_a_package_asks(tmp_path: Path) -> None:
+    """What stands at the terminal is the run's."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nread answer && echo "it read $answer" >&2\nexit 1\n')
+    python.chmod(0o755)
+    (tmp_path / "typed").write_text("yes\n")
+    stdin = os.dup(0)
+    typed = os.open(tmp_path / "typed", os.O_RDONLY)
+    try:
+        os.dup2(typed, 0)
+        with pytest.raises(DataError, match="does not list: exit status 1;"):
+            open_tasks(source(python=python))
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        os.close(typed)
 
 
 @pytest.mark.parametrize(

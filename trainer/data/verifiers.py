@@ -28,7 +28,15 @@ class VerifiersTasks(ListedTasks):
         if config.size is not None:
             argv += ["--size", str(config.size)]
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=LIST_S, check=False)
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,  # nobody is there to answer what a package asks
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=LIST_S,
+                check=False,
+            )
         except OSError as e:
             raise DataError(
                 f"python is {str(config.python)!r}: {e.strerror}; make an environment for "
