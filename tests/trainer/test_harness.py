@@ -140,6 +140,11 @@ async def test_a_program_is_looked_for_where_the_section_says(tmp_path: Path) ->
     assert await harness(tmp_path, "", command=["of_mine"], env=env)(TASK, URL, "k") is None
 
 
+async def test_no_other_user_of_the_machine_looks_into_a_rollouts_folder(tmp_path: Path) -> None:
+    run = harness(tmp_path, "ls -ld ../.. | grep -q ^drwx------")
+    assert await run(TASK, URL, "k") is None
+
+
 async def test_hidden_tests_come_over_what_the_agent_left(tmp_path: Path) -> None:
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "test.sh").write_text("exit 1")

@@ -56,10 +56,11 @@ def test_bubblewrap_sees_nobodys_home_and_writes_in_the_rollouts_folder_alone() 
 def test_bubblewrap_hides_a_folder_and_shows_one_whichever_is_within_the_other() -> None:
     chosen = SandboxChoice.model_validate({"kind": "bubblewrap", "visible": ["/p", "/w/tools"]})
     hidden = [Path("/w"), Path("/p/tests")]
-    argv = SANDBOXES["bubblewrap"](replace(REQUEST, choice=chosen, hidden=hidden)).argv
+    argv = " ".join(SANDBOXES["bubblewrap"](replace(REQUEST, choice=chosen, hidden=hidden)).argv)
     assert (
         "--tmpfs /w --ro-bind /p /p --tmpfs /p/tests --ro-bind /w/tools /w/tools --bind /tmp/r"
-    ) in " ".join(argv)
+    ) in argv
+    assert "--remount-ro /w --remount-ro /p/tests --chdir /tmp/r/work" in argv, "nothing goes there"
 
 
 CONTAINER = (

@@ -260,6 +260,8 @@ class Rollout:
             DataError: the sandbox does not build what a Harbor task needs.
             OSError: there is no room.
         """
+        # Homes hold keys, and the system's temporary folder is everybody's.
+        self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.work, self.home, self.tmp):
             folder.mkdir(parents=True)
         if "harbor" in self._task:

@@ -93,6 +93,8 @@ def bubblewrap(request: SandboxRequest) -> SandboxPlan:
     if not request.mounts:  # tests of a Harbor task install what they need
         for folder in _EMPTY:
             argv += ["--remount-ro", folder]
+    for path in request.hidden:
+        argv += ["--remount-ro", str(path)]
     argv += ["--chdir", _inside(request), "--", *request.command]
     return SandboxPlan(argv, request.env)
 
