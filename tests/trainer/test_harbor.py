@@ -132,6 +132,17 @@ async def test_a_tasks_tests_have_the_time_that_it_gives_them(
     await worker.close()
 
 
+async def test_an_agent_is_not_to_see_its_tasks_folder(tmp_path: Path) -> None:
+    """It has the tests and, often, the solution."""
+    _, task = tasks()
+    section = {"command": ["agent"], "sandbox": f"{TASKS.parent / 'test_harness.py'}:told_hidden"}
+    run = Harness(HarnessConfig.model_validate(section), logs=tmp_path / "logs")
+    with pytest.raises(HarnessError, match="wrote no reward"):
+        await run(task, URL, "key")
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.read_text().splitlines()[0].endswith(f" {TASKS / 'greet'}")
+
+
 REFUSED: Mapping[str, tuple[str, str]] = {
     "steps": ('[[steps]]\nname = "a"', "has steps, which Stepwell does not read"),
     "mcp": ('[[environment.mcp_servers]]\nname = "x"', r"has environment\.mcp_servers, which"),

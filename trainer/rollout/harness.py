@@ -306,9 +306,13 @@ class Rollout:
             with _room_needed(self.home):
                 await _to_the_end(in_thread(self.write_files, base_url, api_key))
             command = self.fill(self._config.command)
-            grade = self._config.grade
-            hidden = () if grade is None or grade.files is None else (grade.files.absolute(),)
-            self.judge(await self.run(command, self._config.timeout_s, hidden=hidden))
+            self.judge(await self.run(command, self._config.timeout_s, hidden=self._tests()))
+
+    def _tests(self) -> list[Path]:
+        """Folders with what scores the agent, or solves its task."""
+        grade = self._config.grade
+        own = [] if grade is None or grade.files is None else [grade.files.absolute()]
+        return own if self.harbor is None else [*own, self.harbor.task]
 
     async def grade(self) -> float | None:
         """Score what the agent has left; None where `rollout.reward` scores.
