@@ -22,6 +22,7 @@ import functools
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,6 +100,8 @@ class Ended(NamedTuple):
     """Its stdout and stderr together."""
     failure: str
     """Reason why it failed; empty: it ended well."""
+    seconds: float = 0.0
+    """Time that it took."""
 
 
 async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = "") -> Ended:
@@ -111,6 +114,7 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
         OSError: no process could be started; that says nothing of the program.
     """
     isolated = await asyncio.to_thread(namespaces_work)
+    began = time.monotonic()
     rlimits = Limits(
         cpu_s=limits.cpu_s,
         memory=limits.memory_mb << 20,
@@ -157,7 +161,8 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
             f"the sandbox did not start ({reason or f'exit status {process.returncode}'})"
         )
     text = output[len(STARTED) :].decode(errors="replace")[: limits.output_chars]
-    return Ended(text, failure or _how(process.returncode or 0, limits))
+    how = failure or _how(process.returncode or 0, limits)
+    return Ended(text, how, time.monotonic() - began)
 
 
 async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:

@@ -3,7 +3,8 @@
 
     POST {url}/run_code   {code, stdin, language, compile_timeout, run_timeout, memory_limit_MB, …}
     200   {status: Success | Failed | SandboxError, message,
-           run_result: {status: Finished | TimeLimitExceeded | Error, return_code, stdout}}
+           run_result: {status: Finished | TimeLimitExceeded | Error, return_code, stdout,
+                        execution_time}}
 
       Success, Finished, 0                       ──► ended well, with its stdout
       Failed (another code, TimeLimitExceeded)   ──► a program that failed
@@ -79,6 +80,9 @@ class SandboxFusion:
                 f"{self._name} ran no program: {status or 'no status'}: {why!s:.200}"
             )
         output = str(result.get("stdout") or "")
+        took = result.get("execution_time")
+        seconds = float(took) if isinstance(took, int | float) else 0.0
         if status == "Success" and result.get("status") == "Finished":
-            return Ended(output, "")
-        return Ended(output, f"{result.get('status')}, exit status {result.get('return_code')}")
+            return Ended(output, "", seconds)
+        why = f"{result.get('status')}, exit status {result.get('return_code')}"
+        return Ended(output, why, seconds)
