@@ -20,6 +20,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stepwell.trainer.config import RewardConfig, RewardFunctionConfig
@@ -65,7 +66,7 @@ class RewardManager:
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
         self._sandbox: SandboxFusion | None = None
-        """Slots of all functions that run programs there."""
+        """The server that runs programs; one for all functions that do."""
         if (server := config.sandbox_fusion) is not None:
             # With it comes aiohttp, 0.3 s, which each mistake that is found at a start would wait.
             from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
@@ -108,13 +109,14 @@ class RewardManager:
 
     def _caller(self, function: RewardFunctionConfig) -> _Caller:
         processes = self._config.worker_processes(function.function)
-        kwargs = function.kwargs
+        kwargs, places = function.kwargs, None
         if self._sandbox is not None and function.function == CODE:
             kwargs = {**kwargs, "sandbox_fusion": self._sandbox}
+            places = self._sandbox.places
         # Loaded here too where it runs elsewhere: what is wrong with it is known before the run.
         reward = load_reward(function.function, kwargs)
         if processes == 0 or hasattr(reward, "wait_loaded"):  # each process would load its own
-            return _InThread(reward)
+            return _InThread(reward, places)
         return _InProcesses(function, processes, reward)
 
     def _caller_of(self, sample: RewardSample) -> _Caller:
@@ -212,7 +214,16 @@ class _Caller(ABC):
 class _InThread(_Caller):
     """A coroutine function on the event loop, another one in a thread."""
 
+    def __init__(self, reward: Any, places: asyncio.Semaphore | None = None) -> None:
+        super().__init__(reward)
+        self._places = places
+        """Places for its calls; None: as many as the manager makes."""
+
     async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
+        async with self._places or nullcontext():  # to wait for one is not the call's time
+            return await self._call(timeout_s, call, args)
+
+    async def _call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
         if (loaded := getattr(self._reward, "wait_loaded", None)) is not None:
             try:
                 await loaded()  # of a model that is computed here: not the call's time

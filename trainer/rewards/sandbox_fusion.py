@@ -45,7 +45,9 @@ class SandboxFusion:
         whole = url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
         self._name = f"the sandbox {whole}"
         self._server = RewardServer(self._name, whole, timeout_s=timeout_s)
-        self._places = asyncio.Semaphore(max_concurrent)
+        self.places = asyncio.Semaphore(max_concurrent)
+        """Places of answers, whose programs run one after the other. Whoever scores one takes a
+        place before its time begins."""
 
     async def run(self, program: str, limits: SandboxConfig, stdin: str) -> Ended:
         """Run a Python program. A server that cannot be reached or is busy is asked again.
@@ -63,9 +65,7 @@ class SandboxFusion:
             "files": {},
             "fetch_files": [],
         }
-        async with self._places:
-            answer = await self._server.post(body)
-        return self._read(answer)
+        return self._read(await self._server.post(body))
 
     async def aclose(self) -> None:
         """Close the connections."""

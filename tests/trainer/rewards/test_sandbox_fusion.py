@@ -98,6 +98,16 @@ async def test_a_server_that_fails_costs_a_score_and_never_pays_0() -> None:
     assert "gave no answer" in str(missing)
 
 
+async def test_an_answer_waits_for_its_place_as_long_as_it_takes() -> None:
+    config: dict[str, Any] = {"timeout_s": 4.0, "max_attempts": 1}
+    answer = program("import time\ntime.sleep(1)\nprint(4)", {"inputs": [""], "outputs": ["4"]})
+    async with sandbox() as server:
+        config["sandbox_fusion"] = {"url": server.url, "max_concurrent": 1}
+        found = await outcomes(server, *[answer] * 5, **config)
+    assert [o.score for o in found] == [1.0] * 5, found
+    assert server.most_running == 1
+
+
 async def test_waiting_for_the_server_fails_no_test() -> None:
     answer = program("print(int(input()) * 2)", TWICE)
     kwargs = {"total_s": 0.5}
