@@ -106,6 +106,8 @@ class CodeReward:
         self._limits = SandboxConfig.model_validate({"memory_mb": 1024, **(limits or {})})
         self._total_s = total_s
         self._server = sandbox_fusion
+        self.places = None if sandbox_fusion is None else sandbox_fusion.places
+        """Places of calls (`manager.py`); None: any number runs at once."""
 
     async def __call__(
         self,

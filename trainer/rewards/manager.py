@@ -109,14 +109,13 @@ class RewardManager:
 
     def _caller(self, function: RewardFunctionConfig) -> _Caller:
         processes = self._config.worker_processes(function.function)
-        kwargs, places = function.kwargs, None
+        kwargs = function.kwargs
         if self._sandbox is not None and function.function == CODE:
             kwargs = {**kwargs, "sandbox_fusion": self._sandbox}
-            places = self._sandbox.places
         # Loaded here too where it runs elsewhere: what is wrong with it is known before the run.
         reward = load_reward(function.function, kwargs)
         if processes == 0 or hasattr(reward, "wait_loaded"):  # each process would load its own
-            return _InThread(reward, places)
+            return _InThread(reward)
         return _InProcesses(function, processes, reward)
 
     def _caller_of(self, sample: RewardSample) -> _Caller:
@@ -214,13 +213,9 @@ class _Caller(ABC):
 class _InThread(_Caller):
     """A coroutine function on the event loop, another one in a thread."""
 
-    def __init__(self, reward: Any, places: asyncio.Semaphore | None = None) -> None:
-        super().__init__(reward)
-        self._places = places
-        """Places for its calls; None: as many as the manager makes."""
-
     async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
-        async with self._places or nullcontext():  # to wait for one is not the call's time
+        # Of a function that does not compute all at once: to wait for it is not the call's time.
+        async with getattr(self._reward, "places", None) or nullcontext():
             return await self._call(timeout_s, call, args)
 
     async def _call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:

@@ -53,6 +53,8 @@ class RewardModel:
                 "the model's directory"
             )
         self._prompt = prompt
+        self.places = None if path is None else asyncio.Semaphore(1)
+        """Places of calls (`manager.py`): one thread computes. None: a server has its own."""
         self._scorer: _Scorer
         if path is not None:
             self._scorer = _Head(path)

@@ -3,6 +3,7 @@ a thread of this process and over SGLang's `/classify` (SGLang 0.5, a server wit
 {"text" | "input_ids"} -> {"embedding": […], "meta_info": …})."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -139,6 +140,26 @@ async def test_loading_the_model_is_not_the_calls_time(model: Path, by_transform
     assert isinstance(result, RewardResult), result
     wanted = by_transformers([*ASKED, {"role": "assistant", "content": "4"}])
     assert result.score == pytest.approx(wanted, abs=1e-5)
+
+
+async def test_an_answer_waits_for_those_before_it_as_long_as_it_takes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = reward_model._Head._compute
+
+    def slow(head: Any, conversation: Any) -> float:
+        time.sleep(0.5)
+        return compute(head, conversation)
+
+    monkeypatch.setattr(reward_model._Head, "_compute", slow)
+    config = {"function": "reward_model", "kwargs": {"path": str(model)}}
+    manager = RewardManager(
+        RewardConfig.model_validate({**config, "timeout_s": 2, "max_attempts": 1})
+    )
+    sample = RewardSample("sums", "4", "4", {"messages": ASKED})
+    found = await manager.score([sample] * 6)
+    await manager.aclose()
+    assert all(isinstance(result, RewardResult) for result in found), found
 
 
 async def test_a_conversation_that_the_model_has_no_room_for_is_missing(model: Path) -> None:
