@@ -31,6 +31,7 @@ own: where pictures are stored (the pool), where they stand in a prompt (the gat
 
 from __future__ import annotations
 
+import binascii
 import hashlib
 import io
 import json
@@ -314,6 +315,21 @@ def _read_json(file: Path) -> Mapping[str, Any]:
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────
 
 
+def from_base64(text: bytes) -> bytes:
+    """The file in a text of base64: either alphabet, with or without its end, in lines or not.
+
+    Raises:
+        PictureError: it is none.
+    """
+    text = text.translate(bytes.maketrans(b"-_", b"+/"), b"\r\n ").rstrip(b"=")
+    if not text:
+        raise PictureError("it is empty")
+    try:
+        return binascii.a2b_base64(text + b"=" * (-len(text) % 4), strict_mode=True)
+    except binascii.Error as e:
+        raise PictureError(f"it is not base64 ({e})") from e
+
+
 def digest_of(image: Image.Image) -> str:
     """Digest of a canonical picture's pixels."""
     found = hashlib.sha256(b"RGB %d %d\n" % image.size)
@@ -330,8 +346,12 @@ def decode(data: bytes, bounds: PictureBounds) -> Image.Image:
     with _opened(data, bounds) as image:
         orientation = _orientation(image)
         rgb = _to_rgb(image, depth=data[24] if image.format == "PNG" else 8)
-    turned = _TRANSPOSE.get(orientation)
-    return rgb if turned is None else rgb.transpose(turned)
+    return _turned(rgb, orientation)
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The picture as its EXIF orientation says, which a PNG made of it does not say any more."""
+    return _turned(image, _orientation(image))
 
 
 def size_of(data: bytes, bounds: PictureBounds) -> tuple[int, int]:
@@ -384,6 +404,11 @@ def _orientation(image: Image.Image) -> int:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # noqa: BLE001 - a broken EXIF block says nothing; the picture is beside it
         return 1
+
+
+def _turned(image: Image.Image, orientation: int) -> Image.Image:
+    turned = _TRANSPOSE.get(orientation)
+    return image if turned is None else image.transpose(turned)
 
 
 def _to_rgb(image: Image.Image, *, depth: int) -> Image.Image:

@@ -47,6 +47,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _home(cls, value: Any) -> Any:
+        if isinstance(value, tuple) and any(isinstance(each, Path) for each in value):
+            return tuple(at_home(each) if isinstance(each, Path) else each for each in value)
         return at_home(value) if isinstance(value, Path) else value
 
     @model_validator(mode="before")

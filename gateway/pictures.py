@@ -20,7 +20,6 @@ placeholders stand (`prompt.py`), where it is stored (the pool).
 from __future__ import annotations
 
 import asyncio
-import binascii
 import hashlib
 import math
 import re
@@ -37,6 +36,7 @@ from stepwell.backends.pictures import (
     CanonicalPicture,
     PictureBounds,
     PictureProcessor,
+    from_base64,
     no_pictures,
 )
 from stepwell.gateway.config import PicturesConfig
@@ -355,10 +355,4 @@ def bytes_of(source: bytes) -> bytes:
             )
         if "base64" not in options:
             raise PictureError("its data URL is not in base64; send data:image/png;base64,…")
-    source = source.translate(bytes.maketrans(b"-_", b"+/"), b"\r\n ").rstrip(b"=")
-    if not source:
-        raise PictureError("it is empty")
-    try:
-        return binascii.a2b_base64(source + b"=" * (-len(source) % 4), strict_mode=True)
-    except binascii.Error as e:
-        raise PictureError(f"it is not base64 ({e})") from e
+    return from_base64(source)

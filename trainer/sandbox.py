@@ -22,6 +22,7 @@ import functools
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,10 @@ those that left the process group."""
 
 STARTED = b"\6"
 """First byte of PROGRAM's output: without it the sandbox failed, not the program."""
+MOST_BYTES = 4
+"""Bytes of a character, at most."""
+_CONTINUES = bytes(range(0x80, 0xC0))
+"""Bytes within a character."""
 DRAIN_S = 1.0
 """Seconds for what is left in the pipe of a program that has ended."""
 
@@ -95,6 +100,8 @@ class Ended(NamedTuple):
     """Its stdout and stderr together."""
     failure: str
     """Reason why it failed; empty: it ended well."""
+    seconds: float = 0.0
+    """Time that it took."""
 
 
 async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = "") -> Ended:
@@ -107,6 +114,7 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
         OSError: no process could be started; that says nothing of the program.
     """
     isolated = await asyncio.to_thread(namespaces_work)
+    began = time.monotonic()
     rlimits = Limits(
         cpu_s=limits.cpu_s,
         memory=limits.memory_mb << 20,
@@ -130,8 +138,7 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
     feeding = asyncio.create_task(_feed(process, given))
     try:
         async with asyncio.timeout(limits.wall_s):
-            await _read(process, output, limits.output_chars + len(STARTED))
-            if len(output) > limits.output_chars + len(STARTED):
+            if not await _read(process, output, limits.output_chars + len(STARTED)):
                 failure = f"more than {limits.output_chars} characters of output; killed"
             else:
                 await process.wait()
@@ -153,8 +160,9 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
         raise OSError(
             f"the sandbox did not start ({reason or f'exit status {process.returncode}'})"
         )
-    text = output[len(STARTED) :][: limits.output_chars].decode(errors="replace")
-    return Ended(text, failure or _how(process.returncode or 0, limits))
+    text = output[len(STARTED) :].decode(errors="replace")[: limits.output_chars]
+    how = failure or _how(process.returncode or 0, limits)
+    return Ended(text, how, time.monotonic() - began)
 
 
 async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
@@ -167,13 +175,19 @@ async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
     process.stdin.close()
 
 
-async def _read(process: asyncio.subprocess.Process, output: bytearray, most: int) -> None:
-    """Into `output`, which has what there was if this is cancelled."""
-    while process.stdout is not None and len(output) <= most:
-        chunk = await process.stdout.read(most + 1 - len(output))
+async def _read(process: asyncio.subprocess.Process, output: bytearray, most: int) -> bool:
+    """Into `output`, which has what there was if this is cancelled; False: there are more than
+    `most` characters."""
+    characters = 0
+    while process.stdout is not None:
+        chunk = await process.stdout.read(most + 1 - characters)
         if not chunk:
             break
         output += chunk
+        characters += len(chunk.translate(None, _CONTINUES))
+        if characters > most or len(output) > MOST_BYTES * most:  # what is no text, too
+            return False
+    return True
 
 
 def _how(status: int, limits: SandboxConfig) -> str:

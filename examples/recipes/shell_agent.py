@@ -6,6 +6,7 @@ stepwell train --config quickstart rollout.agent=examples.recipes.shell_agent:ag
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ async def agent(task: Any, base_url: str, api_key: str) -> float:
     )
     try:
         printed, _ = await process.communicate()
-    finally:
-        if process.returncode is None:  # the rollout ran out of time, or the run was stopped
-            os.killpg(process.pid, 9)
-            await process.wait()
+    finally:  # however it ended, by itself or because the rollout ran out of time
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)  # all that it has left running, too
+        await process.wait()
     if process.returncode:
         raise RuntimeError(f"{PROGRAM.name} ended with {process.returncode}")
     return float(printed.decode().strip().rpartition("\n")[2] == task["answer"])

@@ -6,7 +6,6 @@ One folder per rollout: files last from call to call and are deleted with the in
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from stepwell.trainer.rollout.folders import remove
 from stepwell.trainer.sandbox import SandboxConfig, run
 from stepwell.trainer.tools import Tool, ToolError, ToolUnavailableError
 
@@ -39,9 +39,13 @@ class PythonSandbox(Tool):
         """`files`: name -> text, put into the rollout's folder."""
         instance_id = instance_id or uuid.uuid4().hex
         folder = Path(tempfile.mkdtemp(prefix="stepwell-python-"))
+        try:
+            for name, text in (files or {}).items():
+                (folder / Path(name).name).write_text(text, encoding="utf-8")
+        except BaseException:
+            remove(folder)
+            raise
         self._folders[instance_id] = folder
-        for name, text in (files or {}).items():
-            (folder / Path(name).name).write_text(text)
         return instance_id
 
     async def call(
@@ -63,4 +67,4 @@ class PythonSandbox(Tool):
         return output or "(no output)"
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._folders.pop(instance_id), True)
+        await asyncio.to_thread(remove, self._folders.pop(instance_id))

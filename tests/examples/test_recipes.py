@@ -2,6 +2,7 @@
 model, and the pool's core."""
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.backends.engines.embedded_here import embedded_here
 from tests.gateway.conftest import QUICKSTART, local_pool, make_tokenizer, port_of, serving
-from tests.helpers import serving_posts
+from tests.helpers import gone, serving_posts
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 README = (RECIPES / "README.md").read_text()
@@ -109,6 +110,34 @@ async def test_a_rollout_that_runs_out_of_time_leaves_no_program_behind() -> Non
                 await shell_agent(TASK, address, "key")
     words = [child.cmdline() for child in psutil.Process().children(recursive=True)]
     assert not [line for line in words if any(str(RECIPES / "program.py") in word for word in line)]
+
+
+@pytest.mark.parametrize("output", ["/dev/null", "/dev/stdout"])
+async def test_what_a_program_leaves_running_ends_with_its_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    """A server that it has started may hold its output open: then only the time ends it."""
+    program, left = tmp_path / "program.py", tmp_path / "left"
+    program.write_text(
+        "import os, subprocess\n"
+        f"child = subprocess.Popen(['sleep', '600'], stdout=open({output!r}, 'w'))\n"
+        f"open({f'{left}.new'!r}, 'w').write(f'{{child.pid}} {{os.getpid()}}')\n"
+        f"os.rename({f'{left}.new'!r}, {str(left)!r})\n"
+        "print(46)\n"
+    )
+    monkeypatch.setattr("examples.recipes.shell_agent.PROGRAM", program)
+    rollout = asyncio.ensure_future(shell_agent(TASK, "http://127.0.0.1:9", "key"))
+    while not os.path.exists(left):  # noqa: ASYNC110, ASYNC240 - another process
+        await asyncio.sleep(0.01)
+    child, ended = map(int, left.read_text().split())
+    assert await gone(ended)
+    if output == "/dev/stdout":
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+    else:
+        assert await rollout == 1.0
+    assert await gone(child)
 
 
 @pytest.mark.parametrize(("name", "calls"), [("anthropic", 1), ("sub_agents", 3)])

@@ -8,7 +8,7 @@ import yaml
 
 from stepwell.config.keys import keys
 from stepwell.config.load import find_config, load_config
-from stepwell.trainer.config.data import JsonlSource
+from stepwell.trainer.config.data import HuggingFaceSource, JsonlSource
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
 
@@ -63,6 +63,21 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert config.data is not None
     assert isinstance(config.data.train, JsonlSource)
     assert config.data.train.path == tmp_path / "tasks.jsonl"
+    sandbox = "{kind: bubblewrap, visible: [~/bin, rel]}"
+    harness = f"{{command: [sh], timeout_s: 9, workdir: ~/repo, sandbox: {sandbox}}}"
+    paths = ("data.train={kind: jsonl, path: [~/a.jsonl, b.jsonl]}", f"rollout.harness={harness}")
+    config = load_config("quickstart", ["rollout.agent=null", *paths])
+    assert config.data is not None
+    assert isinstance(config.data.train, JsonlSource)
+    assert config.data.train.path == (tmp_path / "a.jsonl", Path("b.jsonl"))
+    assert config.rollout.harness is not None
+    assert config.rollout.harness.workdir == str(tmp_path / "repo")
+    visible = config.rollout.harness.sandbox.visible
+    assert visible == (tmp_path / "bin", Path("rel").absolute())
+    config = load_config("quickstart", ["data=~/saved/"])
+    assert config.data is not None
+    assert isinstance(config.data.train, HuggingFaceSource)
+    assert config.data.train.path == f"{tmp_path}/saved/"
 
 
 def test_an_engine_is_chosen_by_its_kind_alone_and_keeps_its_other_keys() -> None:

@@ -518,6 +518,14 @@ def test_what_json_has_not_becomes_text(tmp_path: Path) -> None:
     assert task["metadata"] == {"day": "2026-01-02"}
 
 
+def test_text_in_a_column_of_bytes_is_text(tmp_path: Path) -> None:
+    """As tools write Parquet that do not say that a column is UTF-8."""
+    rows = {"question": ["Wie groß?".encode()], "answer": [b"1"], "metadata": [b'{"n": 1}']}
+    pq.write_table(pa.table(rows), tmp_path / "t.parquet")
+    task = only_of(kind="parquet", path=tmp_path / "t.parquet")
+    assert (task["question"], task["answer"], task["metadata"]) == ("Wie groß?", "1", {"n": 1})
+
+
 def test_prompts_of_a_slice_are_measured(tmp_path: Path) -> None:
     made = datasets.Dataset.from_dict({"question": ["a", "b " * 90], "answer": ["1", "2"]})
     made.to_parquet(str(tmp_path / "t.parquet"))

@@ -4,6 +4,7 @@ refused by name where something of them is not read."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
 from stepwell.trainer.config import HarborSource, RolloutConfig
 from stepwell.trainer.config.harness import HarnessConfig, HarnessLimits, SandboxChoice
+from stepwell.trainer.data import PromptSource
 from stepwell.trainer.data.harbor import HarborTasks
 from stepwell.trainer.data.tasks import open_tasks
 from stepwell.trainer.errors import ConfigError, DataError, HarnessError
@@ -57,6 +59,18 @@ def test_a_folder_of_tasks_and_a_task_alone_are_data() -> None:
     assert greet["metadata"] == {"difficulty": "easy", "harbor_task": "greet"}
     assert greet["harbor"]["verifier_env"] == {"GREETING": "hello"}
     assert tasks(TASKS / "greet") == [greet]
+
+
+def test_tasks_of_one_instruction_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(TASKS / "greet", tmp_path / name)
+    config = HarborSource(kind="harbor", path=tmp_path)
+    held_out = PromptSource(config).hold_out()
+    rest = PromptSource(
+        config, exclude=PromptSource(HarborSource(kind="harbor", path=tmp_path / "first")).prompts()
+    )
+    assert len(held_out) == 1
+    assert [task["metadata"]["harbor_task"] for task in rest] == ["second"]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +118,29 @@ async def test_rollouts_of_a_task_complete_with_its_reward(
         assert await worker.run_group(task, "g", 2) == {"complete": 2}
     await worker.close()
     assert [body["reward"] for body in gateway.told("complete")] == [0.75, 0.75, 1.0, 1.0]
+
+
+async def test_a_tasks_tests_have_the_time_that_it_gives_them(
+    tmp_path: Path, gateway: RecordingGateway
+) -> None:
+    """However little of the rollout's own is left."""
+    task = followed(tmp_path, "FROM x\n")
+    (tmp_path / "t" / "tests" / "check.sh").write_text("sleep 6\n")
+    given = {"harness": {"command": ["true"], "timeout_s": 5}, "timeout_s": 5, "max_attempts": 1}
+    worker = RolloutWorker(RolloutConfig.model_validate(given), [gateway.url])
+    assert await worker.run_group(task, "g", 1) == {"complete": 1}
+    await worker.close()
+
+
+async def test_an_agent_is_not_to_see_its_tasks_folder(tmp_path: Path) -> None:
+    """It has the tests and, often, the solution."""
+    _, task = tasks()
+    section = {"command": ["agent"], "sandbox": f"{TASKS.parent / 'test_harness.py'}:told_hidden"}
+    run = Harness(HarnessConfig.model_validate(section), logs=tmp_path / "logs")
+    with pytest.raises(HarnessError, match="wrote no reward"):
+        await run(task, URL, "key")
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.read_text().splitlines()[0].endswith(f" {TASKS / 'greet'}")
 
 
 REFUSED: Mapping[str, tuple[str, str]] = {
@@ -195,6 +232,55 @@ async def test_a_file_beside_the_last_working_folder_is_refused_without_a_contai
         await harness(tmp_path, "true")(task, URL, "key")
 
 
+@pytest.mark.parametrize(
+    ("copies", "why"),
+    [
+        ("COPY name.txt ../../../name.txt", r"copies to \.\./.*, outside /app"),
+        ("COPY . .\nCOPY name.txt out/", "copies to out/, which leads out of /app by a link"),
+        ("COPY . .\nCOPY other .", None),  # its folder of that name takes the place of the link
+    ],
+)
+async def test_a_dockerfile_writes_nothing_on_this_machine(
+    tmp_path: Path, copies: str, why: str | None
+) -> None:
+    task = followed(tmp_path, f"FROM x\n{copies}\n")
+    environment, mine = tmp_path / "t" / "environment", tmp_path / "mine"
+    mine.mkdir()
+    (environment / "out").symlink_to(mine)
+    (environment / "other" / "out").mkdir(parents=True)
+    (environment / "other" / "out" / "name.txt").write_text("Bob")
+    run = harness(tmp_path, 'test "$(cat out/name.txt)" = Bob')
+    if why is None:
+        assert await run(task, URL, "key") == 0.0
+    else:
+        with pytest.raises(HarnessError, match=why):
+            await run(task, URL, "key")
+    assert not [*mine.iterdir()]
+    assert not [*(tmp_path / "s").rglob("name.txt")]
+
+
+async def test_files_of_the_tests_are_as_they_were_but_for_the_names_of_folders(
+    tmp_path: Path,
+) -> None:
+    """A process has the names written out; ends of lines are not its business."""
+    task = followed(tmp_path, "FROM x\n")
+    (tmp_path / "t" / "tests" / "expected.txt").write_bytes(b"one\r\ntwo\r\n")
+    (tmp_path / "t" / "tests" / "check.sh").write_text("cmp /app/said /tests/expected.txt\n")
+    assert await harness(tmp_path, r"printf 'one\r\ntwo\r\n' > said")(task, URL, "key") == 1.0
+
+
+@pytest.mark.parametrize("written", ["[0.5]", "7", "{}", f'{{"reward": {10**400}}}'])
+async def test_a_reward_file_of_another_form_is_a_loss_that_says_so(
+    tmp_path: Path, written: str
+) -> None:
+    task = followed(tmp_path, "FROM x\n")
+    (tmp_path / "t" / "tests" / "test.sh").write_text(
+        f"echo '{written}' > /logs/verifier/reward.json\n"
+    )
+    with pytest.raises(HarnessError, match=r"^grading: verifier wrote no reward: "):
+        await harness(tmp_path, "true")(task, URL, "key")
+
+
 @pytest.mark.parametrize("line", ["ENV PATH=/opt/bin:$PATH", "COPY $NAME ./"])
 def test_a_variable_in_a_dockerfile_is_a_containers(tmp_path: Path, line: str) -> None:
     task = followed(tmp_path, f"FROM x\n{line}\n")
@@ -206,6 +292,17 @@ def test_a_variable_in_a_dockerfile_is_a_containers(tmp_path: Path, line: str) -
 def test_a_working_folder_that_a_variable_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"WORKDIR \$AT; name it in environment\.workdir"):
         followed(tmp_path, "FROM x\nARG AT=/x\nWORKDIR $AT\n")
+
+
+@pytest.mark.parametrize("at", ["/", "/tests", "/app/.."])
+def test_a_working_folder_that_no_rollout_can_have_is_refused(tmp_path: Path, at: str) -> None:
+    with pytest.raises(DataError, match=r"the working folder is /.*; name another one"):
+        followed(tmp_path, f"FROM x\nWORKDIR {at}\n")
+
+
+def test_a_working_folder_is_named_as_an_image_has_it(tmp_path: Path) -> None:
+    task = followed(tmp_path, "FROM x\nWORKDIR /srv/a/\nWORKDIR ../b\n")
+    assert task["harbor"]["workdir"] == "/srv/b"
 
 
 @pytest.mark.parametrize("kind", ["docker", "podman"])
@@ -249,6 +346,29 @@ def test_a_container_gets_no_key_by_its_command_line_and_its_program_its_users_h
     assert plan.env["XDG_RUNTIME_DIR"] == "/my/XDG_RUNTIME_DIR"
     assert plan.env["API_KEY"] == "key-of-it"
     assert "SECRET_OF_MINE" not in plan.env
+
+
+async def test_what_an_image_has_in_its_working_folder_is_not_the_agents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(
+        """#!/bin/sh
+        [ "$1" = run ] || exit 0
+        for each in "$@"; do
+            case "$each" in
+                */work:/stepwell) for i in $(seq 300); do : > "${each%:/stepwell}/$i"; done ;;
+                */logs:/logs) echo 1 > "${each%:/logs}/verifier/reward.txt" ;;
+            esac
+        done
+        """
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    section = {"command": ["agent"], "sandbox": "docker", "limits": {"files": 100}}
+    run = Harness(HarnessConfig.model_validate(section))
+    assert await run(tasks()[1], URL, "key") == 1.0
 
 
 def test_tasks_of_one_name_in_two_folders_have_an_image_each(tmp_path: Path) -> None:

@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
+import stat
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +26,7 @@ from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError
 from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.rollout.harness import Harness, folder_of_worker, remove_abandoned
+from stepwell.trainer.rollout.sandboxes import SandboxPlan, SandboxRequest
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.trainer.test_rollout import RecordingGateway, gateway
 
@@ -126,6 +130,19 @@ async def test_a_program_of_the_template_is_run_by_its_path_in_the_copy(tmp_path
         harness(tmp_path, "", command=["bin/other"], **keys)
     with pytest.raises(RolloutError, match=r"workdir \(None\); install it, or give its whole path"):
         harness(tmp_path, "", command=["./agent"])
+
+
+async def test_a_program_is_looked_for_where_the_section_says(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "of_mine").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "bin" / "of_mine").chmod(0o755)
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.defpath}"}
+    assert await harness(tmp_path, "", command=["of_mine"], env=env)(TASK, URL, "k") is None
+
+
+async def test_no_other_user_of_the_machine_looks_into_a_rollouts_folder(tmp_path: Path) -> None:
+    run = harness(tmp_path, "ls -ld ../.. | grep -q ^drwx------")
+    assert await run(TASK, URL, "k") is None
 
 
 async def test_hidden_tests_come_over_what_the_agent_left(tmp_path: Path) -> None:
@@ -326,6 +343,99 @@ async def test_an_image_is_asked_for_again_after_no_process_could_be_started(
             await run(TASK, URL, "key")
     assert await run(TASK, URL, "key") is None
     left_nothing(tmp_path)
+
+
+async def test_a_prompt_that_no_command_line_holds_is_the_rollouts_loss(tmp_path: Path) -> None:
+    """The machine is well, and would say the same each time."""
+    run = harness(tmp_path, "", command=["true", "{task.prompt}"])
+    with pytest.raises(HarnessError, match=r"true: an argument .* is longer .*harness\.files"):
+        await run({**TASK, "question": "x" * 200_000}, URL, "key")
+    left_nothing(tmp_path)
+
+
+async def test_sockets_and_pipes_of_the_template_stay_there(tmp_path: Path) -> None:
+    """A tool that runs in a repository has its own there."""
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "given.txt").write_text("here")
+    os.mkfifo(template / "pipe")
+    os.mknod(template / "socket", stat.S_IFSOCK | 0o600)
+    run = harness(tmp_path, 'test "$(ls)" = given.txt', workdir=str(template))
+    assert await run(TASK, URL, "key") is None
+
+
+async def test_a_rollout_that_is_cancelled_while_it_is_set_up_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(9):
+        (tmp_path / "template" / f"{i}").mkdir(parents=True)
+        (tmp_path / "template" / f"{i}" / "large").write_text("x")
+    copying, goes_on, copy2 = threading.Event(), threading.Event(), shutil.copy2
+
+    def slow(source: str, to: str) -> None:
+        copying.set()
+        goes_on.wait(60)
+        copy2(source, to)
+
+    monkeypatch.setattr(shutil, "copy2", slow)
+    run = harness(tmp_path, "true", workdir=str(tmp_path / "template"))
+    rollout = asyncio.ensure_future(run(TASK, URL, "key"))
+    await asyncio.to_thread(copying.wait, 60)
+    rollout.cancel()
+    await asyncio.wait({rollout}, timeout=0.5)
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout
+    for thread in threading.enumerate():
+        if thread.name == "Rollout.prepare":
+            thread.join()
+    left_nothing(tmp_path)
+
+
+def told_hidden(request: SandboxRequest) -> SandboxPlan:
+    return SandboxPlan(["echo", *request.command, *map(str, request.hidden)], request.env)
+
+
+async def test_an_agent_is_to_see_neither_other_rollouts_nor_the_tests(tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    grade = {"command": ["grading"], "files": str(tmp_path / "hidden")}
+    run = harness(tmp_path, "", command=["agent"], sandbox=f"{__file__}:told_hidden", grade=grade)
+    assert await run(TASK, URL, "key") == 1.0
+    (log,) = (tmp_path / "logs").iterdir()
+    others = folder_of_worker(tmp_path / "s")
+    assert log.read_text() == f"agent {others} {tmp_path / 'hidden'}\ngrading {others}\n"
+
+
+async def test_a_container_of_another_network_finds_the_gateway_wherever_its_address_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(
+        """#!/bin/sh
+        [ "$1" = run ] || exit 0
+        for each in "$@"; do
+            if [ -f "${each%%:*}/home/a.cfg" ]; then cat "${each%%:*}/home/a.cfg"; fi
+        done
+        echo "$@"
+        """
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    run = harness(
+        tmp_path,
+        "",
+        command=["agent", "--url={base_url}/v1", "{task.prompt}"],
+        files={"a.cfg": 'url = "{base_url}/v1"\n'},
+        sandbox={"kind": "docker", "image": "x", "network": "agents"},
+    )
+    asked = {**TASK, "question": "http://[1: what is wrong with http://127.0.0.1:9?"}
+    assert await run(asked, URL, "key") is None
+    (log,) = (tmp_path / "logs").iterdir()
+    called = URL.replace("127.0.0.1", "host.docker.internal")
+    file, line = log.read_text().splitlines()
+    assert file == f'url = "{called}/v1"'
+    assert line.endswith(f"x agent --url={called}/v1 {asked['question']}")
 
 
 async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:

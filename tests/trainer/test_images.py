@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter
 
-from stepwell.backends.pictures import PictureProcessor
+from stepwell.backends.pictures import PictureBounds, PictureProcessor, size_of
 from stepwell.config.load import load_config
 from stepwell.trainer.config import SourceConfig
 from stepwell.trainer.data.images import picture_bytes, with_pictures
@@ -121,6 +121,22 @@ def test_a_row_of_a_users_class_may_hold_pil_images(
     assert Image.open(io.BytesIO(picture_bytes(part))).size == (60, 60)
 
 
+def test_a_pil_image_is_turned_as_its_photograph_is(tmp_path: Path) -> None:
+    """What a class opened of a file says how it lies, and a PNG made of it does not."""
+    lying = Image.new("RGB", (60, 30), (9, 9, 9))
+    exif = lying.getexif()
+    exif[0x0112] = 6
+    lying.save(tmp_path / "a.jpg", exif=exif)
+    opened = Image.open(tmp_path / "a.jpg")
+    sizes = []
+    for picture in (str(tmp_path / "a.jpg"), opened):
+        (message,) = with_pictures("<image>", [picture], None, "row 1")
+        assert isinstance(message, dict)
+        data = picture_bytes(message["content"][0])
+        sizes.append(size_of(data, PictureBounds()))
+    assert sizes == [(30, 60), (30, 60)]
+
+
 def test_a_pil_image_that_no_png_holds_is_refused_by_row() -> None:
     inks = Image.new("CMYK", (60, 60))
     with pytest.raises(DataError, match=r"^row 1: picture 0 cannot be .* mode CMYK .* to RGB$"):
@@ -143,6 +159,8 @@ def test_a_row_without_pictures_stays_a_question(tmp_path: Path) -> None:
         (["https://x.y/a.png"], r"addresses are not read"),
         (["rows.jsonl"], r"picture 0 is no PNG"),
         ([7], r"picture 0 is 7; it is a path"),
+        (["data:text/plain;base64,aGk="], r"is no data:image/…;base64,…; store its bytes"),
+        (["data:image/svg+xml,<svg/>"], r"is no data:image/…;base64,…; store its bytes"),
     ],
 )
 def test_pictures_that_do_not_fit_are_refused_by_row(
@@ -225,6 +243,13 @@ def test_geometry3k_pays_for_answer_and_form(answer: str, expected: float) -> No
     name = usual_reward("hiyouga/geometry3k")
     result: Any = load_reward(name)("hiyouga/geometry3k", answer, "3", {})
     assert result["score"] == pytest.approx(expected)
+
+
+def test_a_data_url_is_read_as_the_gateway_reads_it() -> None:
+    data = bytes(range(256))
+    text = base64.urlsafe_b64encode(data).decode().rstrip("=")
+    url = f"data:image/png;base64,{text[:76]}\r\n{text[76:]}"
+    assert picture_bytes({"image_url": {"url": url}}) == data
 
 
 def test_a_data_url_that_is_no_base64_is_an_error_of_the_data() -> None:

@@ -53,6 +53,16 @@ def test_bubblewrap_sees_nobodys_home_and_writes_in_the_rollouts_folder_alone() 
     )
 
 
+def test_bubblewrap_hides_a_folder_and_shows_one_whichever_is_within_the_other() -> None:
+    chosen = SandboxChoice.model_validate({"kind": "bubblewrap", "visible": ["/p", "/w/tools"]})
+    hidden = [Path("/w"), Path("/p/tests")]
+    argv = " ".join(SANDBOXES["bubblewrap"](replace(REQUEST, choice=chosen, hidden=hidden)).argv)
+    assert (
+        "--tmpfs /w --ro-bind /p /p --tmpfs /p/tests --ro-bind /w/tools /w/tools --bind /tmp/r"
+    ) in argv
+    assert "--remount-ro /w --remount-ro /p/tests --chdir /tmp/r/work" in argv, "nothing goes there"
+
+
 CONTAINER = (
     "{program} run --rm --init --name stepwell-harness-a --network host --user {user}{more} "
     "--cap-drop ALL --security-opt no-new-privileges --memory 512m --pids-limit 64 --cpus 1.5 "

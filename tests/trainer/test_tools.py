@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -182,9 +184,13 @@ def test_two_tools_of_one_name_are_refused() -> None:
         ToolBox([weather, weather])
 
 
-def test_a_file_of_tools_is_read_and_its_mistakes_are_named(tmp_path: Path) -> None:
+def test_a_file_of_tools_is_read_and_its_mistakes_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     box = ToolBox.from_yaml(str(TOOLS))
     assert box.names == ["calculator", "search", "python"]
+    monkeypatch.setenv("HOME", str(TOOLS.parent))
+    assert ToolBox.from_yaml("~/tools.yaml").names == box.names
     file = tmp_path / "tools.yaml"
     for text, message in [
         ("tools: [{class_nam: a.b}]", "tools.0.class_name: Field required"),
@@ -283,6 +289,10 @@ def endless() -> list[Any]:
     return result
 
 
+async def leave() -> str:
+    sys.exit("no such city")  # as argparse does
+
+
 def refuse() -> str:
     raise ToolError("no such city")
 
@@ -318,6 +328,7 @@ async def hang() -> str:
         ("crash", "", "failed", "error: KeyError: 'city'"),
         ("speechless", "", "failed", "error: NoText"),
         ("endless", {}, "failed", "error: ValueError: Circular reference"),
+        ("leave", {}, "failed", "error: SystemExit: no such city"),
         ("refuse", {}, "refused", "error: no such city"),
         ("hang", {}, "timeout", "error: hang gave no result within 0.05 s"),
     ],
@@ -326,7 +337,7 @@ async def test_every_failure_is_told_to_the_model(
     name: str, arguments: Any, kind: str, message: str
 ) -> None:
     slow = ToolConfig(class_name=f"{__name__}.hang", timeout_s=0.05)
-    box = ToolBox([weather, crash, speechless, endless, refuse, slow])
+    box = ToolBox([weather, crash, speechless, endless, leave, refuse, slow])
     async with box.session() as tools:
         (content,) = await said(tools, (name, arguments))
     assert message in content
@@ -690,6 +701,7 @@ async def ran(code: str, **limits: Any) -> str:
         ("1 / 0", "error: exit status 1"),
         ("raise SystemExit(3)", "error: exit status 3"),
         ("(", "error: exit status 1"),
+        ("import os\nos.write(1, bytes(range(128, 192)))", "\N{REPLACEMENT CHARACTER}" * 64 + "64"),
     ],
 )
 async def test_python_runs_and_the_last_value_is_shown(code: str, output: str) -> None:
@@ -735,6 +747,27 @@ async def test_python_is_held_to_its_limits(
     code: str, limits: dict[str, Any], message: str
 ) -> None:
     assert (await ran(code, **limits)).startswith(message)
+
+
+async def test_pythons_output_is_counted_in_characters() -> None:
+    assert await ran("print('é' * 4999)", output_chars=5000) == "é" * 4999 + "\n"
+    assert (await ran("print('é' * 5000)", output_chars=5000)).startswith("error: more than 5000")
+    flood = "import os\nwhile True: os.write(1, bytes([128]) * 999)"
+    assert (await ran(flood, output_chars=5000)).startswith("error: more than 5000")
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"files": {"": "a folder's name"}}])
+async def test_python_leaves_no_folder_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    task = {"tools_kwargs": {"python": {"create_kwargs": kwargs}}}
+    deep = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
+    box = ToolBox([PythonSandbox({"wall_s": 60})], ToolBoxConfig(timeout_s=120))
+    async with box.session(task) as tools:
+        (content,) = await said(tools, ("python", {"code": deep}))
+    assert ("error: IsADirectoryError" in content) == bool(kwargs)
+    assert os.listdir(tmp_path) == []
 
 
 async def test_python_cannot_use_more_memory_than_allowed() -> None:

@@ -3,7 +3,9 @@ itself, which pins others than ours, is in `make test-harness`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ import pytest
 from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig
 from stepwell.trainer.config import VerifiersSource
+from stepwell.trainer.data import verifiers
 from stepwell.trainer.data.tasks import open_tasks
 from stepwell.trainer.environments import verifiers_episode
 from stepwell.trainer.errors import ConfigError, DataError
+from tests.helpers import gone
 
 LINE = "data.train={kind: verifiers, taskset: adds, python: vf/bin/python}"
 PYTHON = str(Path("vf/bin/python").absolute())
@@ -94,6 +98,38 @@ def test_tasks_are_what_the_environments_own_python_lists(tmp_path: Path) -> Non
     (task,) = open_tasks(source(python=python, config=config))
     told = {"index": 1, "taskset": "adds", "env_config": json.dumps(config)}
     assert task == {**row, "metadata": told}
+
+
+def test_what_a_package_leaves_running_neither_holds_the_list_up_nor_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifiers, "LIST_S", 20.0)
+    python = tmp_path / "python"
+    row = {"instance_id": "1", "data_source": "adds", "question": "?", "answer": None}
+    line = json.dumps({**row, "metadata": {"index": 1}})
+    left = tmp_path / "left"
+    python.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {left}\necho '{line}'\n")
+    python.chmod(0o755)
+    assert len(open_tasks(source(python=python))) == 1
+    assert asyncio.run(gone(int(left.read_text())))
+
+
+def test_nobody_answers_what_a_package_asks(tmp_path: Path) -> None:
+    """What stands at the terminal is the run's."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nread answer && echo "it read $answer" >&2\nexit 1\n')
+    python.chmod(0o755)
+    (tmp_path / "typed").write_text("yes\n")
+    stdin = os.dup(0)
+    typed = os.open(tmp_path / "typed", os.O_RDONLY)
+    try:
+        os.dup2(typed, 0)
+        with pytest.raises(DataError, match="does not list: exit status 1;"):
+            open_tasks(source(python=python))
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        os.close(typed)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ says how often a prompt is tried. Text alone is a source, and a source alone is 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -206,6 +207,11 @@ class HuggingFaceSource(RowSource):
     """May be a slice, e.g. `train[:1000]`."""
     revision: str | None = None
     """Commit, tag or branch on the hub."""
+
+    @field_validator("path", mode="after")
+    @classmethod
+    def _folder_at_home(cls, path: str) -> str:
+        return os.path.expanduser(path)
 
 
 class CustomSource(RowSource):

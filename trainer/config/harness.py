@@ -13,6 +13,7 @@ Loads no trainer.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -72,6 +73,11 @@ class SandboxChoice(Section):
     """Paths that `bubblewrap` and containers see too, read-only: where a harness is installed."""
     cpus: float | None = Field(default=None, gt=0)
     """CPUs of a container."""
+
+    @field_validator("visible", mode="after")
+    @classmethod
+    def _begin_here(cls, visible: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.absolute() for path in visible)
 
     @property
     def needs_image(self) -> bool:
@@ -204,7 +210,7 @@ class HarnessConfig(Section):
                     f"workdir is {workdir!r}; it is copied before there is a {{{found[3]}}}: use "
                     "placeholders of the task"
                 )
-        return workdir
+        return None if workdir is None else os.path.expanduser(workdir)
 
     @field_validator("files", mode="after")
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from stepwell.trainer.config import TableConfig
@@ -125,7 +126,11 @@ class Columns:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists, anything else as text."""
+    """Arrays and tensors as lists, anything else as text: so is a column that says bytes and holds
+    UTF-8."""
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

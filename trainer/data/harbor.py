@@ -16,6 +16,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from posixpath import normpath
 from typing import Any, Final
 
 from stepwell.trainer.config import HarborSource
@@ -93,7 +94,7 @@ def read_task(folder: Path) -> dict[str, Any]:
         "harbor": {
             "folder": str(folder),
             "image": environment.get("docker_image"),
-            "workdir": environment.get("workdir") or workdir_of(folder),
+            "workdir": _mounted(folder, environment.get("workdir") or workdir_of(folder)),
             "env": _texts(folder, "environment.env", environment.get("env", {})),
             "verifier_env": _texts(folder, "verifier.env", verifier.get("env", {})),
             "verifier_timeout_s": verifier.get("timeout_sec"),
@@ -133,7 +134,21 @@ def workdir_of(folder: Path) -> str:
 
 def beneath(at: str | None, workdir: str) -> str:
     """The working folder after a WORKDIR. `at`: the one before it; None: the image's own."""
-    return str(PurePosixPath(at or "/", workdir))
+    return normpath(PurePosixPath(at or "/", workdir))
+
+
+def _mounted(folder: Path, workdir: str) -> str:
+    """
+    Raises:
+        DataError: no rollout's folder can stand there.
+    """
+    found = beneath(None, workdir)
+    if found in ("/", "/tests", "/logs"):
+        raise DataError(
+            f"{folder}: the working folder is {found}, where no rollout's own can be; name another "
+            f"one in environment.workdir of {TASK_FILE}"
+        )
+    return found
 
 
 def variables(arguments: str) -> dict[str, str]:

@@ -20,10 +20,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stepwell.backends.errors import PictureError
+from stepwell.backends.pictures import from_base64, upright
 from stepwell.trainer.data.columns import refuse_videos
 from stepwell.trainer.errors import DataError
 
 PLACEHOLDER = "<image>"
+_DATA_URL = re.compile(r"data:image/[^,]*;base64(;[^,]*)?,", re.IGNORECASE)
 _FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 
 
@@ -66,8 +69,10 @@ def picture_bytes(part: Mapping[str, Any]) -> bytes:
     """
     url = _url_of(part)
     try:
-        return base64.b64decode(url.partition(",")[2])
-    except ValueError as e:
+        if not _DATA_URL.match(url):
+            raise PictureError("its data URL does not say so")
+        return from_base64(url.partition(",")[2].encode(errors="replace"))
+    except PictureError as e:
         raise DataError(f"the picture {url!r:.80} is no base64 ({e}); store its bytes") from e
 
 
@@ -95,12 +100,24 @@ def _places(content: Any, where: str) -> Iterator[int]:
                 raise DataError(
                     f"{where} has a picture {url!r:.80}; addresses are not read: store its bytes"
                 )
+            _check_data_url(url, where)
             yield 0
         elif _is_place(part):
             yield 1
         else:
             text = part.get("text") if isinstance(part, dict) else part
             yield text.count(PLACEHOLDER) if isinstance(text, str) else 0
+
+
+def _check_data_url(url: str, where: str) -> None:
+    """
+    Raises:
+        DataError: the gateway would refuse it in each rollout.
+    """
+    if not _DATA_URL.match(url):
+        raise DataError(
+            f"{where}: the picture {url!r:.80} is no data:image/…;base64,…; store its bytes"
+        )
 
 
 def _is_place(part: Any) -> bool:
@@ -129,6 +146,7 @@ def _parts(content: Any, urls: Iterator[str]) -> Any:
 
 def _url(picture: Any, folder: Path | None, where: str) -> str:
     if isinstance(picture, str) and picture.startswith("data:"):
+        _check_data_url(picture, where)
         return picture
     data = _bytes(picture, folder, where)
     kind = next((kind for head, kind in _FORMATS.items() if data.startswith(head)), None)
@@ -147,7 +165,7 @@ def _bytes(picture: Any, folder: Path | None, where: str) -> bytes:
     if hasattr(picture, "save"):
         out = io.BytesIO()
         try:
-            picture.save(out, "PNG")
+            upright(picture).save(out, "PNG")
         except OSError as e:
             raise DataError(f"{where} cannot be stored as PNG ({e}); convert it to RGB") from e
         return out.getvalue()

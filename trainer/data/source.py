@@ -203,6 +203,8 @@ class PromptSource:
 
 
 def _prompt(task: Task) -> str:
+    if "harbor" in task:  # one instruction may be given in many environments
+        return f"{task['question']}\n{Path(task['harbor']['folder']).name}"
     return task["question"] if "question" in task else json.dumps(task["messages"], sort_keys=True)
 
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from typing import Final
 
+from stepwell.backends.processes import start
 from stepwell.trainer.config import VerifiersSource
 from stepwell.trainer.data.listed import ListedTasks
 from stepwell.trainer.errors import DataError
@@ -28,7 +31,7 @@ class VerifiersTasks(ListedTasks):
         if config.size is not None:
             argv += ["--size", str(config.size)]
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=LIST_S, check=False)
+            status, said, errors = _run(argv)
         except OSError as e:
             raise DataError(
                 f"python is {str(config.python)!r}: {e.strerror}; make an environment for "
@@ -40,13 +43,33 @@ class VerifiersTasks(ListedTasks):
                 f"taskset is {config.taskset!r}, whose tasks were not listed within {LIST_S:g} s; "
                 f"see what it waits for: {' '.join(argv)}"
             ) from e
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        if status:
+            why = (errors.strip().splitlines() or [f"exit status {status}"])[-1]
             raise DataError(
                 f"taskset is {config.taskset!r}, which {config.python} does not list: "
-                f"{said[:500]}; install verifiers (0.4) and the package of the tasks there"
+                f"{why[:500]}; install verifiers (0.4) and the package of the tasks there"
             )
-        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         if not rows:
             raise DataError(f"taskset is {config.taskset!r}, which has no task")
         super().__init__([{**r, "metadata": r["metadata"] | config.metadata} for r in rows])
+
+
+def _run(argv: Sequence[str]) -> tuple[int, str, str]:
+    """Status and outputs of a command, with which all ends that it has started: a server of the
+    package's, say. Nobody is there to answer what it asks.
+
+    Raises:
+        OSError: it cannot be run.
+        subprocess.TimeoutExpired: it takes more than `LIST_S`.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = start(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        try:
+            status = child.process.wait(LIST_S)
+        finally:
+            child.kill()
+            child.process.wait()
+        for file in (out, err):
+            file.seek(0)
+        return status, out.read().decode(errors="replace"), err.read().decode(errors="replace")

@@ -25,13 +25,13 @@ import math
 import re
 import secrets
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepwell.trainer.errors import RewardCrashError, RewardValueError
 from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
+from stepwell.trainer.rollout.folders import remove
 from stepwell.trainer.sandbox import Ended, SandboxConfig, run
 
 MOST_OF_A_WRONG_ONE = 10
@@ -88,8 +88,9 @@ class CodeReward:
     Args:
         continuous: whether a part of the tests pays.
         limits: of one test, as `SandboxConfig`; 1024 MB unless it says so.
-        total_s: after which no test of an answer is begun; those that were not have failed. Keep it
-            and one test's `wall_s` below `rollout.reward.timeout_s`.
+        total_s: seconds that the tests of an answer run, after which none is begun; those that were
+            not have failed. Waiting for a server does not count. Keep it and one test's `wall_s`
+            below `rollout.reward.timeout_s`.
         sandbox_fusion: the server that runs the tests (`rollout.reward.sandbox_fusion`); None: this
             machine does. Of `limits` it obeys `wall_s` and `memory_mb`.
     """
@@ -105,6 +106,8 @@ class CodeReward:
         self._limits = SandboxConfig.model_validate({"memory_mb": 1024, **(limits or {})})
         self._total_s = total_s
         self._server = sandbox_fusion
+        self.places = None if sandbox_fusion is None else sandbox_fusion.places
+        """Places of calls (`manager.py`); None: any number runs at once."""
 
     async def __call__(
         self,
@@ -131,14 +134,16 @@ class CodeReward:
                 "(unshare --map-root-user --net --pid fails); permit them, or set it to false"
             )
         code = _code_of(solution_str, extra_info or {}, ground_truth)
-        until = time.monotonic() + self._total_s
         passed: list[bool] = []
+        seconds = 0.0
         for test in tests:
-            if time.monotonic() >= until or (
+            if seconds >= self._total_s or (
                 not all(passed) and (not self._continuous or len(passed) >= MOST_OF_A_WRONG_ONE)
             ):
                 break
-            passed.append(await self._passes(test, code))
+            ended = await self._run(test, code)
+            seconds += ended.seconds
+            passed.append(not ended.failure and await asyncio.to_thread(test.passes, ended.output))
         n = len(tests)
         right = len(passed) == n and all(passed)
         share = sum(passed[:MOST_OF_A_WRONG_ONE]) / min(n, MOST_OF_A_WRONG_ONE)
@@ -147,19 +152,27 @@ class CodeReward:
         score = 1.0 if right else share * self._continuous
         return {"score": float(score), "acc": right, "passed": sum(passed), "tests": n}
 
-    async def _passes(self, test: _Test, code: str) -> bool:
+    async def _run(self, test: _Test, code: str) -> Ended:
         program = test.harness.replace("{code!r}", repr(code))
         if self._server is not None:
-            ended = await self._server.run(program, self._limits, test.stdin)
-        else:
-            ended = await self._run_here(program, test)
-        return not ended.failure and await asyncio.to_thread(test.passes, ended.output)
+            return await self._server.run(program, self._limits, test.stdin)
+        return await self._run_here(program, test)
 
     async def _run_here(self, program: str, test: _Test) -> Ended:
         most = max(self._limits.output_chars, test.output_chars)
         limits = self._limits.model_copy(update={"output_chars": most})
-        with tempfile.TemporaryDirectory(prefix="stepwell-code-") as folder:
-            return await run(program, Path(folder), limits, test.stdin)
+        folder = Path(tempfile.mkdtemp(prefix="stepwell-code-"))
+        try:
+            return await run(program, folder, limits, test.stdin)
+        finally:
+            await asyncio.to_thread(_remove, folder)
+
+
+def _remove(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:  # the program has left something there, perhaps thousands of levels deep
+        remove(folder)
 
 
 def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:

@@ -20,6 +20,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stepwell.trainer.config import RewardConfig, RewardFunctionConfig
@@ -65,7 +66,7 @@ class RewardManager:
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
         self._sandbox: SandboxFusion | None = None
-        """Slots of all functions that run programs there."""
+        """The server that runs programs; one for all functions that do."""
         if (server := config.sandbox_fusion) is not None:
             # With it comes aiohttp, 0.3 s, which each mistake that is found at a start would wait.
             from stepwell.trainer.rewards.sandbox_fusion import SandboxFusion
@@ -213,6 +214,11 @@ class _InThread(_Caller):
     """A coroutine function on the event loop, another one in a thread."""
 
     async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
+        # Of a function that does not compute all at once: to wait for it is not the call's time.
+        async with getattr(self._reward, "places", None) or nullcontext():
+            return await self._call(timeout_s, call, args)
+
+    async def _call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
         if (loaded := getattr(self._reward, "wait_loaded", None)) is not None:
             try:
                 await loaded()  # of a model that is computed here: not the call's time

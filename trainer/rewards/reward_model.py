@@ -53,6 +53,8 @@ class RewardModel:
                 "the model's directory"
             )
         self._prompt = prompt
+        self.places = None if path is None else asyncio.Semaphore(1)
+        """Places of calls (`manager.py`): one thread computes. None: a server has its own."""
         self._scorer: _Scorer
         if path is not None:
             self._scorer = _Head(path)
@@ -66,7 +68,7 @@ class RewardModel:
                 "template renders the conversation, or a prompt"
             )
         else:
-            self._tokenizer: Any = tokenizer_at(Path(tokenizer))
+            self._tokenizer: Any = tokenizer_at(Path(tokenizer).expanduser())
             if not self._tokenizer.chat_template:
                 raise ValueError(
                     f"tokenizer is {tokenizer!r}, which has no chat template; set prompt to what "

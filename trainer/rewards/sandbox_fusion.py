@@ -3,7 +3,8 @@
 
     POST {url}/run_code   {code, stdin, language, compile_timeout, run_timeout, memory_limit_MB, …}
     200   {status: Success | Failed | SandboxError, message,
-           run_result: {status: Finished | TimeLimitExceeded | Error, return_code, stdout}}
+           run_result: {status: Finished | TimeLimitExceeded | Error, return_code, stdout,
+                        execution_time}}
 
       Success, Finished, 0                       ──► ended well, with its stdout
       Failed (another code, TimeLimitExceeded)   ──► a program that failed
@@ -44,7 +45,9 @@ class SandboxFusion:
         whole = url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
         self._name = f"the sandbox {whole}"
         self._server = RewardServer(self._name, whole, timeout_s=timeout_s)
-        self._places = asyncio.Semaphore(max_concurrent)
+        self.places = asyncio.Semaphore(max_concurrent)
+        """Places of answers, whose programs run one after the other. Whoever scores one takes a
+        place before its time begins."""
 
     async def run(self, program: str, limits: SandboxConfig, stdin: str) -> Ended:
         """Run a Python program. A server that cannot be reached or is busy is asked again.
@@ -62,9 +65,7 @@ class SandboxFusion:
             "files": {},
             "fetch_files": [],
         }
-        async with self._places:
-            answer = await self._server.post(body)
-        return self._read(answer)
+        return self._read(await self._server.post(body))
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -79,6 +80,9 @@ class SandboxFusion:
                 f"{self._name} ran no program: {status or 'no status'}: {why!s:.200}"
             )
         output = str(result.get("stdout") or "")
+        took = result.get("execution_time")
+        seconds = float(took) if isinstance(took, int | float) else 0.0
         if status == "Success" and result.get("status") == "Finished":
-            return Ended(output, "")
-        return Ended(output, f"{result.get('status')}, exit status {result.get('return_code')}")
+            return Ended(output, "", seconds)
+        why = f"{result.get('status')}, exit status {result.get('return_code')}"
+        return Ended(output, why, seconds)

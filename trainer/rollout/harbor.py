@@ -12,6 +12,7 @@ files of tests/. Does not own running (`harness.py`) or reading task.toml (`data
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from typing import Any
 
 from stepwell.trainer.data.harbor import beneath, copied, dockerfile, refuse_image, variables
 from stepwell.trainer.errors import HarnessError
-from stepwell.trainer.rollout.folders import inside, read_written, remove
+from stepwell.trainer.rollout.folders import copy_over, inside, read_written, remove
 
 BUILDS = ("docker", "podman")
 TEST = "test.sh"
@@ -103,24 +104,33 @@ class HarborLayout:
                 at = beneath(at, rest)
 
     def _copy(self, environment: Path, arguments: list[str], at: str) -> None:
+        """
+        Raises:
+            HarnessError: it leads out of the working folder, which alone is there.
+        """
         *sources, to = arguments
-        inside = Path(at, to)
-        if not inside.is_relative_to(self._about["workdir"]):
+        inside = Path(os.path.normpath(Path(at, to)))
+        if not inside.is_relative_to(self.workdir):
             raise HarnessError(
-                f"{environment}/Dockerfile copies to {to}, outside {self._about['workdir']}, which "
-                "only a container has; set rollout.harness.sandbox.kind to docker or podman"
+                f"{environment}/Dockerfile copies to {to}, outside {self.workdir}, which only a "
+                "container has; set rollout.harness.sandbox.kind to docker or podman"
             )
-        target = self._work / inside.relative_to(self._about["workdir"])
+        target = self._work / inside.relative_to(self.workdir)
         for source in sources:
             found = environment / source.lstrip("/")
+            into = len(sources) > 1 or to.endswith(("/", ".")) or target.is_dir()
+            place = target / found.name if into and not found.is_dir() else target
+            if not place.resolve().is_relative_to(self._work.resolve()):
+                raise HarnessError(
+                    f"{environment}/Dockerfile copies to {to}, which leads out of {self.workdir} "
+                    "by a link that was copied before; copy no such link"
+                )
+            place.parent.mkdir(parents=True, exist_ok=True)
             if found.is_dir():
-                shutil.copytree(found, target, symlinks=True, dirs_exist_ok=True)
-            elif len(sources) > 1 or to.endswith(("/", ".")):
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(found, target / found.name)
+                copy_over(found, place)
             else:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(found, target)
+                remove(place)
+                shutil.copy2(found, place)
         (self._work / "Dockerfile").unlink(missing_ok=True)
 
     def bring_tests(self) -> list[str]:
@@ -133,10 +143,11 @@ class HarborLayout:
             for file in self.tests.rglob("*"):
                 if file.is_file() and not file.is_symlink():
                     try:
-                        text = file.read_text()
+                        text = file.read_bytes().decode()
                     except UnicodeDecodeError:
                         continue
-                    file.write_text(self.here(text))
+                    if (here := self.here(text)) != text:
+                        file.write_bytes(here.encode())  # all else as it is, ends of lines too
             return ["bash", str(self.tests / TEST)]
         return ["bash", f"/tests/{TEST}"]
 
@@ -157,19 +168,26 @@ class HarborLayout:
         folder = self.logs / "verifier"
         try:
             if (file := inside(self.logs, "verifier/reward.json")).is_file():
-                values = json.loads(read_written(file))
-                value = values["reward"] if "reward" in values else _only(values)
+                value = _reward_in(json.loads(read_written(file)))
             else:
                 value = read_written(folder / "reward.txt")
             reward = float(value)
-        except (OSError, ValueError, TypeError, KeyError) as e:
+        except (OSError, ValueError, TypeError, OverflowError) as e:
             raise HarnessError(f"grading: {folder.name} wrote no reward: {e} ({output})") from e
         if not abs(reward) < float("inf"):
             raise HarnessError(f"grading: the verifier's reward is {reward}; write a finite number")
         return reward
 
 
-def _only(values: Mapping[str, Any]) -> Any:
-    if len(values) != 1:
-        raise KeyError(f"reward.json has {', '.join(values)} and no reward")
-    return next(iter(values.values()))
+def _reward_in(written: Any) -> Any:
+    """
+    Raises:
+        TypeError: there is none in it, or nobody knows which.
+    """
+    if not isinstance(written, Mapping):
+        raise TypeError(f"reward.json holds a {type(written).__name__}, no object")
+    if "reward" in written:
+        return written["reward"]
+    if len(written) != 1:
+        raise TypeError(f"reward.json has {', '.join(written) or 'nothing'} and no reward")
+    return next(iter(written.values()))

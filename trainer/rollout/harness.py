@@ -21,6 +21,7 @@ processes (`backends/processes.py`), the sandboxes (`sandboxes.py`), attempts (`
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import logging
 import os
@@ -29,6 +30,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import uuid
@@ -45,7 +47,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from stepwell.backends.processes import Bounds, Ended, Job, Limits, last_lines, run_job
 from stepwell.datapool import dotted
@@ -54,11 +56,17 @@ from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError, shown
 from stepwell.trainer.rollout.folders import copy_over, inside, read_written, remove
 from stepwell.trainer.rollout.harbor import BUILDS, HarborLayout
-from stepwell.trainer.rollout.sandboxes import SandboxRequest, client_env, find_sandbox
+from stepwell.trainer.rollout.sandboxes import (
+    SandboxRequest,
+    client_env,
+    find_sandbox,
+    url_inside,
+)
 from stepwell.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Transcript: TypeAlias = list[dict[str, Any]]
 """Calls in order: `index`, `parent` (index of the call that it goes on from, or None), `messages`
 (what it added to the conversation, its reply last), `finish_reason`, …"""
@@ -125,7 +133,7 @@ class Harness:
         try:
             try:
                 with _room_needed(rollout.root):
-                    await in_thread(rollout.prepare)
+                    await _to_the_end(in_thread(rollout.prepare))
                 if self.config.sandbox.kind in BUILDS:
                     await self.image_ready(rollout)
             except Exception as e:  # noqa: BLE001 - raised in the attempt, which has not begun
@@ -159,6 +167,7 @@ class Harness:
             run = [program, "run", "--rm", "--name", name]
             argv = [*run, "--volume", f"{rollout.work}:/stepwell", image, *copy]
             ended = await self._do(argv, after=(program, "rm", "--force", name))
+            await _to_the_end(in_thread(rollout.count_own))
         if ended.how != "exited" or ended.code:
             raise InfrastructureError(
                 f"{program}: image {image}: {ended.how} {ended.code}: {ended.detail}"
@@ -190,13 +199,14 @@ class Harness:
         """
         config = self.config
         program, where = config.command[0], "on the PATH"
-        is_here = config.sandbox.kind in ("process", "bubblewrap") and "{" not in program
+        path = config.env.get("PATH", self.path)
+        is_here = config.sandbox.kind in ("process", "bubblewrap") and "{" not in program + path
         found: str | Path = program
         if "/" in program and not program.startswith("/"):  # begins in the copy
             is_here = is_here and "{" not in (config.workdir or "")
             found = Path(config.workdir or os.devnull, program).absolute()
             where = f"in rollout.harness.workdir ({config.workdir})"
-        if is_here and shutil.which(found, path=self.path) is None:
+        if is_here and shutil.which(found, path=path) is None:
             raise RolloutError(
                 f"rollout.harness.command is {program!r}, which is not {where}; "
                 + install_hint(config.preset)
@@ -230,12 +240,14 @@ class Rollout:
         self._task = task
         folders = {"workdir": str(self.work), "home": str(self.home)}
         self._values = {"model": harness.config.model, **folders}
+        self._url = ""
+        """Base URL of its trajectory."""
         self.harbor: HarborLayout | None = None
         self.failed_set_up: Exception | None = None
         self.why = ""
         """End of its log: the failure, if there was one."""
         self._own = (0, 0)
-        """Bytes and files that the template has brought."""
+        """Bytes and files that the template, or the image, has brought."""
         # Beside the folders that the agent may write: it is read here, links would be followed.
         self.log = root.with_name(f"{root.name}.log")
         self._runs = 0
@@ -248,6 +260,8 @@ class Rollout:
             DataError: the sandbox does not build what a Harbor task needs.
             OSError: there is no room.
         """
+        # Homes hold keys, and the system's temporary folder is everybody's.
+        self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self.work, self.home, self.tmp):
             folder.mkdir(parents=True)
         if "harbor" in self._task:
@@ -259,12 +273,18 @@ class Rollout:
             if not template.is_dir():
                 raise HarnessError(f"workdir: there is no folder {template}; correct the task")
             _copy(template, self.work)
+        self.count_own()
+
+    def count_own(self) -> None:
+        """Count what is in the folders by now as not the agent's. Raises OSError."""
         self._own = _size(self.root)
 
     def write_files(self, base_url: str, api_key: str) -> None:
         """Write the files of the home, as all from here on fill the gateway's address and key in.
         Raises OSError."""
-        self._values |= {"base_url": base_url, "api_key": api_key}
+        self._url = base_url
+        called = url_inside(base_url, self._config.sandbox)
+        self._values |= {"base_url": called, "api_key": api_key}
         for name, text in self._config.files.items():
             file = self.home / name
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -284,9 +304,15 @@ class Rollout:
             if self.failed_set_up is not None:
                 raise self.failed_set_up
             with _room_needed(self.home):
-                await in_thread(self.write_files, base_url, api_key)
+                await _to_the_end(in_thread(self.write_files, base_url, api_key))
             command = self.fill(self._config.command)
-            self.judge(await self.run(command, self._config.timeout_s))
+            self.judge(await self.run(command, self._config.timeout_s, hidden=self._tests()))
+
+    def _tests(self) -> list[Path]:
+        """Folders with what scores the agent, or solves its task."""
+        grade = self._config.grade
+        own = [] if grade is None or grade.files is None else [grade.files.absolute()]
+        return own if self.harbor is None else [*own, self.harbor.task]
 
     async def grade(self) -> float | None:
         """Score what the agent has left; None where `rollout.reward` scores.
@@ -311,18 +337,18 @@ class Rollout:
         self.check_folders()
         if self.harbor is not None:
             with _room_needed(self.root):
-                command = await in_thread(self.harbor.bring_tests)
+                command = await _to_the_end(in_thread(self.harbor.bring_tests))
             return await self.grade_by_harbor(self.harbor, command)
         if grade is None:
             return None
         if grade.files is not None:
             with _room_needed(self.work):
-                await in_thread(copy_over, grade.files, self.work)
+                await _to_the_end(in_thread(copy_over, grade.files, self.work))
         if grade.command is not None:
             return await self.grade_by_command(grade)
         transcript = []
         if harness.transcript is not None:
-            transcript = await harness.transcript(self._values["base_url"])
+            transcript = await harness.transcript(self._url)
         try:
             async with asyncio.timeout(grade.timeout_s) as limit:
                 if inspect.iscoroutinefunction(harness.grader):
@@ -375,6 +401,11 @@ class Rollout:
         return self.fill_text(text, part)
 
     @property
+    def verifier_s(self) -> float:
+        """Seconds that a Harbor task gives its own tests, which no configuration knows."""
+        return 0.0 if self.harbor is None else self.harbor.verifier_timeout_s
+
+    @property
     def image(self) -> str:
         """Image of a container."""
         if self.harbor is None:
@@ -382,12 +413,17 @@ class Rollout:
         return self.harbor.image or self.harbor.tag
 
     async def run(
-        self, command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        hidden: Sequence[Path] = (),
     ) -> Ended:
         """Run a command in the sandbox, in the work folder.
 
         Args:
             env: over the environment, when a Harbor task is graded.
+            hidden: folders that it must not see, besides those of other rollouts.
         """
         config, grading = self._config, env is not None
         self._runs += 1
@@ -412,6 +448,7 @@ class Rollout:
             limits=config.limits,
             image=self.image or None,
             mounts={} if self.harbor is None else self.harbor.mounts(grading=grading),
+            hidden=(self.root.parent, *hidden),
         )
         plan = self._harness.sandbox(request)
         limits = config.limits
@@ -431,6 +468,12 @@ class Rollout:
         try:
             return await run_job(job)
         except OSError as e:
+            if e.errno == errno.E2BIG:  # would be so again
+                raise HarnessError(
+                    f"{command[0]}: an argument or a variable is longer than the system takes "
+                    "(128 KiB on Linux); write what the task says into a file of "
+                    "rollout.harness.files, and name that"
+                ) from e
             raise InfrastructureError(f"no process can be started: {e}") from e
 
     def judge(self, ended: Ended) -> None:
@@ -491,7 +534,7 @@ class Rollout:
         command = self.fill(grade.command or ())
         if grade.file is not None:  # what the agent may have written there is no score
             with _room_needed(self.work):
-                await in_thread(remove, inside(self.work, grade.file))
+                await _to_the_end(in_thread(remove, inside(self.work, grade.file)))
         ended = await self.run(command, grade.timeout_s)
         self._raise_if_not_run(ended, command[0])
         if ended.how == "timeout":
@@ -536,11 +579,12 @@ def _room_needed(folder: Path) -> Iterator[None]:
         raise InfrastructureError(f"the rollout's folder {folder}: {e}") from e
 
 
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` also if the caller is cancelled meanwhile."""
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` also if the caller is cancelled meanwhile: a thread that writes into a folder
+    would go on after the folder was removed."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise
@@ -674,7 +718,13 @@ def _slug(text: object) -> str:
 
 
 def _copy(source: Path, to: Path) -> None:
-    shutil.copytree(source, to, symlinks=True, dirs_exist_ok=True)
+    """Copy the content of a folder, but for sockets and pipes, which belong to processes."""
+    shutil.copytree(source, to, symlinks=True, dirs_exist_ok=True, copy_function=_copy_file)
+
+
+def _copy_file(source: str, to: str) -> None:
+    if stat.S_ISREG(os.stat(source).st_mode):
+        shutil.copy2(source, to)
 
 
 def _size(folder: Path) -> tuple[int, int]:

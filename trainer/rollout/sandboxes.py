@@ -11,6 +11,7 @@ running it (`harness.py`), nor limits of processes of this machine (`backends/pr
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class SandboxRequest:
     """Image of this rollout's task; None: the choice's."""
     mounts: Mapping[str, Path] = field(default_factory=dict)
     """Folders of `root` by the path that they have inside bubblewrap or a container."""
+    hidden: Sequence[Path] = ()
+    """Folders that the command must not see: those of other rollouts, tests. Processes do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +83,18 @@ def bubblewrap(request: SandboxRequest) -> SandboxPlan:
         argv += ["--bind", f"{root}/tmp", folder]
     for folder in _EMPTY:
         argv += ["--tmpfs", folder]
-    for path in request.choice.visible:
-        argv += ["--ro-bind", str(path), str(path)]
+    shown = [(path, ["--ro-bind", str(path), str(path)]) for path in request.choice.visible]
+    hidden = [(path, ["--tmpfs", str(path)]) for path in request.hidden]
+    for _, mount in sorted((*hidden, *shown), key=lambda each: len(each[0].parts)):
+        argv += mount  # what is within another comes after it
     argv += ["--bind", root, root]
     for inside, mounted in request.mounts.items():
         argv += ["--bind", str(mounted), inside]
     if not request.mounts:  # tests of a Harbor task install what they need
         for folder in _EMPTY:
             argv += ["--remount-ro", folder]
+    for path in request.hidden:
+        argv += ["--remount-ro", str(path)]
     argv += ["--chdir", _inside(request), "--", *request.command]
     return SandboxPlan(argv, request.env)
 
@@ -119,12 +126,9 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
         argv += ["--cpus", f"{choice.cpus:g}"]
     if limits.cpu_s is not None:
         argv += ["--ulimit", f"cpu={limits.cpu_s}"]
-    env = dict(request.env)
-    if choice.network != "host":
-        host = f"host.{'docker' if program == 'docker' else 'containers'}.internal"
-        if program == "docker":
-            argv += ["--add-host", f"{host}:host-gateway"]
-        env = {name: _at_host(value, host) for name, value in env.items()}
+    env = {name: url_inside(value, choice) for name, value in request.env.items()}
+    if choice.network != "host" and program == "docker":
+        argv += ["--add-host", f"{_HOSTS[program]}:host-gateway"]
     argv += [*volumes, "--volume", f"{root}:{root}"]
     for inside, mounted in request.mounts.items():
         argv += ["--volume", f"{mounted}:{inside}"]
@@ -136,9 +140,7 @@ def _container(program: str, request: SandboxRequest) -> SandboxPlan:
     client = client_env()
     for name in sorted(env.keys() - {"PATH"}):
         argv += ["--env", f"{name}={env[name]}" if name in _CLIENTS else name]
-    command = request.command
-    if choice.network != "host":
-        command = [_at_host(part, host) for part in command]
+    command = [url_inside(part, choice) for part in request.command]
     argv += [request.image or choice.image or "", *command]
     env.setdefault("PATH", os.defpath)  # finds the program itself
     return SandboxPlan(argv, {**env, **client}, (program, "rm", "--force", request.name))
@@ -161,13 +163,23 @@ def client_env() -> dict[str, str]:
     return {name: os.environ[name] for name in _CLIENTS if name in os.environ}
 
 
-def _at_host(text: str, host: str) -> str:
-    """A text that is a URL of this machine's loopback, as a container of another network calls
-    it."""
-    url = urlsplit(text) if text.startswith(("http://", "https://")) else None
-    if url is None or url.hostname not in ("127.0.0.1", "localhost", "0.0.0.0", "::1"):
+_HOSTS = {"docker": "host.docker.internal", "podman": "host.containers.internal"}
+"""Names by which containers call this machine."""
+
+
+def url_inside(text: str, choice: SandboxChoice) -> str:
+    """A text that is a URL of this machine's loopback, as a container of another network calls it;
+    any other text, or in another sandbox, as it is."""
+    host = None if choice.network == "host" else _HOSTS.get(choice.kind)
+    if host is None or not re.fullmatch(r"https?://\S+", text):
         return text
-    at = host if url.port is None else f"{host}:{url.port}"
+    try:
+        url = urlsplit(text)
+        at = host if url.port is None else f"{host}:{url.port}"
+    except ValueError:  # it only looks like one
+        return text
+    if url.hostname not in ("127.0.0.1", "localhost", "0.0.0.0", "::1"):
+        return text
     return urlunsplit(url._replace(netloc=at))
 
 

@@ -256,12 +256,14 @@ class RolloutWorker:
         base_url: str = started["base_url"]
         machine_failed = False
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(self._config.timeout_s) as limit:
                 if rollout is None:
                     result = await self._run(task, started, mark, channel)
                 else:
                     await rollout.play(base_url, started.get("api_key", "none"))
                     await slot.aclose()
+                    if (ends := limit.when()) is not None:
+                        limit.reschedule(ends + rollout.verifier_s)
                     result = read_reward(HARNESS, await rollout.grade())
             ended = await self._gateway.ask(f"{base_url}/v1/complete_trajectory", result)
         except TimeoutError:

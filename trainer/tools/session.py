@@ -94,7 +94,7 @@ class ToolBox:
             ToolConfigError: it cannot be read, or a key or value in it is wrong.
         """
         try:
-            content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+            content = OmegaConf.to_container(OmegaConf.load(Path(path).expanduser()), resolve=True)
             config = ToolBoxConfig.model_validate(content)
         except (OSError, YAMLError, OmegaConfBaseException) as e:
             raise ToolConfigError(f"{path} cannot be read ({str(e).splitlines()[0]})") from e
@@ -319,7 +319,7 @@ class ToolSession:
             raise
         except ToolError as e:
             return _error(name, "refused", str(e))
-        except Exception as e:  # noqa: BLE001 - foreign code: the model is told
+        except (Exception, SystemExit) as e:  # noqa: BLE001 - foreign code: the model is told
             if isinstance(e, TimeoutError) and limit.expired():
                 return _error(name, "timeout", f"{name} gave no result within {timeout_s:g} s")
             why = ": ".join(filter(None, (type(e).__name__, shown(e))))
@@ -330,9 +330,14 @@ class ToolSession:
         """Made at the first call; several at once share it."""
         creating = self._instances.get(name)
         if creating is None or (creating.done() and not _made(creating)):
-            create = self._tools[name].create(**self._of_stage(name, "create"))
-            creating = self._instances[name] = asyncio.ensure_future(create)
+            creating = self._instances[name] = asyncio.ensure_future(self._create(name))
         return await asyncio.shield(creating)
+
+    async def _create(self, name: str) -> str:
+        try:
+            return await self._tools[name].create(**self._of_stage(name, "create"))
+        except SystemExit as e:  # of a task of its own it would end the process
+            raise RuntimeError(f"SystemExit: {e}") from e
 
     async def _release(self) -> None:
         for name, creating in self._instances.items():
@@ -342,7 +347,7 @@ class ToolSession:
                 async with asyncio.timeout(self._timeouts[name]):
                     instance_id = await creating
                     await self._tools[name].release(instance_id, **self._of_stage(name, "release"))
-            except Exception as e:  # noqa: BLE001 - the rollout is over, whatever happens here
+            except (Exception, SystemExit) as e:  # noqa: BLE001 - whatever happens here, the rollout is over
                 log.warning("tool %s was not released: %s: %s", name, type(e).__name__, shown(e))
 
     def _of_stage(self, name: str, stage: str) -> dict[str, Any]:

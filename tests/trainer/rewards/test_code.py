@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ HUMAN_EVAL = {
         ("if __name__ == '__main__':\n    print(int(input()) * 2)", TWICE, 1.0),
         ("print(1/3)", {"inputs": [""], "outputs": ["0.33333333"]}, 1.0),
         ("print('4 ' * 20_000)", {"inputs": [""], "outputs": ["4 " * 20_000]}, 1.0),
+        ("print('中 ' * 20_000)", {"inputs": [""], "outputs": ["中 " * 20_000]}, 1.0),
         ("print(10**9 + 8)", {"inputs": [""], "outputs": ["1000000007"]}, 0.0),
         ("def add(a, b): return a + b", CALL, 1.0),
         ("class Solution:\n    def add(self, a: List[int], b): return a + b", CALL, 1.0),
@@ -110,6 +112,15 @@ async def test_without_continuous_only_a_whole_solution_pays() -> None:
 )
 async def test_what_ends_before_the_tests_do_has_failed_them(answer: str) -> None:
     assert (await paid(answer, ["assert f() == 4"]))["score"] == 0.0
+
+
+async def test_what_a_program_leaves_is_removed_however_deep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    deep = "import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')\nf = int"
+    assert (await paid(deep, ["assert f() == 0"]))["score"] == 1.0
+    assert os.listdir(tmp_path) == []
 
 
 async def test_time_is_limited_for_one_test_and_for_all() -> None:

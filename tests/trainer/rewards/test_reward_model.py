@@ -3,6 +3,7 @@ a thread of this process and over SGLang's `/classify` (SGLang 0.5, a server wit
 {"text" | "input_ids"} -> {"embedding": […], "meta_info": …})."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -141,6 +142,26 @@ async def test_loading_the_model_is_not_the_calls_time(model: Path, by_transform
     assert result.score == pytest.approx(wanted, abs=1e-5)
 
 
+async def test_an_answer_waits_for_those_before_it_as_long_as_it_takes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = reward_model._Head._compute
+
+    def slow(head: Any, conversation: Any) -> float:
+        time.sleep(0.5)
+        return compute(head, conversation)
+
+    monkeypatch.setattr(reward_model._Head, "_compute", slow)
+    config = {"function": "reward_model", "kwargs": {"path": str(model)}}
+    manager = RewardManager(
+        RewardConfig.model_validate({**config, "timeout_s": 2, "max_attempts": 1})
+    )
+    sample = RewardSample("sums", "4", "4", {"messages": ASKED})
+    found = await manager.score([sample] * 6)
+    await manager.aclose()
+    assert all(isinstance(result, RewardResult) for result in found), found
+
+
 async def test_a_conversation_that_the_model_has_no_room_for_is_missing(model: Path) -> None:
     (missing,) = await scores("4 " * 40_000, path=str(model))
     assert isinstance(missing, RewardCrashError)
@@ -196,3 +217,9 @@ async def test_an_answer_without_a_score_is_missing() -> None:
 def test_wrong_settings_are_refused_at_the_start(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardLoadError, match=message):
         load_reward("reward_model", kwargs)
+
+
+async def test_its_folder_may_begin_at_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    (score,) = await scores("4", path=f"~/{model.name}")
+    assert isinstance(score, float), score

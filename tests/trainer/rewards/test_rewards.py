@@ -201,6 +201,14 @@ async def test_a_reward_that_would_end_the_process_is_only_missing(error: BaseEx
         await score_with(ends, "sums", "4", None)
 
 
+async def test_a_coroutine_that_would_end_the_process_is_only_missing() -> None:
+    async def ends(*args: Any, **kwargs: Any) -> float:
+        raise SystemExit(1)
+
+    with pytest.raises(RewardCrashError, match="SystemExit"):
+        await score_with(ends, "sums", "4", None)
+
+
 async def test_cancelling_is_not_taken_for_a_failure() -> None:
     started = asyncio.Event()
 

@@ -98,6 +98,28 @@ async def test_a_server_that_fails_costs_a_score_and_never_pays_0() -> None:
     assert "gave no answer" in str(missing)
 
 
+async def test_an_answer_waits_for_its_place_as_long_as_it_takes() -> None:
+    config: dict[str, Any] = {"timeout_s": 4.0, "max_attempts": 1}
+    answer = program("import time\ntime.sleep(1)\nprint(4)", {"inputs": [""], "outputs": ["4"]})
+    async with sandbox() as server:
+        config["sandbox_fusion"] = {"url": server.url, "max_concurrent": 1}
+        found = await outcomes(server, *[answer] * 5, **config)
+    assert [o.score for o in found] == [1.0] * 5, found
+    assert server.most_running == 1
+
+
+async def test_waiting_for_the_server_fails_no_test() -> None:
+    answer = program("print(int(input()) * 2)", TWICE)
+    kwargs = {"total_s": 0.5}
+    async with sandbox(503) as server:  # asked again after a second
+        (outcome,) = await outcomes(server, answer, function="code", kwargs=kwargs)
+    assert outcome.score == 1.0
+    slow = {"status": "Finished", "execution_time": 0.6, "return_code": 0, "stdout": "2"}
+    async with sandbox({"status": "Success", "run_result": slow}) as server:
+        (outcome,) = await outcomes(server, answer, function="code", kwargs=kwargs)
+    assert (outcome.score, outcome.extra["passed"]) == (pytest.approx(1 / 3), 1)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
