@@ -131,9 +131,9 @@ def _check(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> None:
     from stepwell.show.imported import import_run
-    from stepwell.show.run import choose_run
+    from stepwell.show.run import run_folder
 
-    folder = Path(choose_run(args.where))
+    folder = run_folder(args.where)
     done = import_run(folder)
     text = (
         f"{folder}: {done.with_tokens} trajectories with tokens, {done.as_text} as text; "
@@ -146,10 +146,10 @@ def _delete(args: argparse.Namespace) -> None:
     from stepwell.datapool.ops import Delete
     from stepwell.run.deletion import delete_archived, delete_copied, not_reached
     from stepwell.show.archive import open_archive
-    from stepwell.show.run import choose_run
+    from stepwell.show.run import run_folder
 
     asked = Delete(args.trajectory, args.tag, args.user)
-    folder = Path(choose_run(args.where))
+    folder = run_folder(args.where)
     reader = open_archive(str(folder))
     gone = delete_archived(folder, asked, with_groups=False)
     copied = delete_copied(folder, asked, gone, with_groups=False)

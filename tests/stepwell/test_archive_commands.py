@@ -16,7 +16,7 @@ from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
 from stepwell.datapool.ops import OpenGroup
 from stepwell.datapool.types import Trajectory
-from stepwell.run.folder import begin
+from stepwell.run.folder import RunFile, begin, read_run
 from stepwell.show import trajectory
 from tests.builders import step_of
 from tests.datapool.conftest import JournaledPool
@@ -58,6 +58,19 @@ def test_why_it_was_dropped_and_what_the_model_said_is_one_command(
     assert answer["archived"]["drop_reason"] == "zero_variance"
     messages = json.loads(answer["branches"][0]["steps"][0]["metadata"])["messages"]
     assert messages[1]["content"] == "No idea."
+
+
+def test_a_run_is_named_by_the_address_of_its_ray_too(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(where: str) -> tuple[Path, RunFile]:
+        assert where == "10.0.0.2:6379"
+        return run, read_run(run)
+
+    monkeypatch.setattr("stepwell.show.run.find_run", find)
+    assert "question 0" in told(capsys, "prompts", "10.0.0.2:6379")
+    assert "question 0" in told(capsys, "data", "query", "", "10.0.0.2:6379")
+    assert "all files are sound" in told(capsys, "archive", "check", "10.0.0.2:6379")
 
 
 def test_which_prompts_never_get_a_reward_is_one_command(run: Path, capsys: Capture) -> None:
