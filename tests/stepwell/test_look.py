@@ -592,6 +592,39 @@ def test_the_screen_of_a_run_that_nobody_has_called_yet(run: Path, capsys: Captu
     assert " ".join(line.split()).endswith("up 0 calls · 0 running")
 
 
+def test_a_rate_is_that_of_its_replica_and_none_of_what_did_not_answer_before(
+    run: Path, capsys: Capture
+) -> None:
+    assert main(["status", str(run), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+
+    def replica(name: str, calls: int) -> dict[str, Any]:
+        return {
+            "url": f"http://{name}",
+            "calls": {"calls": calls},
+            "limits": {"running": 0, "waiting": 0},
+            "added_latency": {"calls": 0},
+            "recording": {"unrecorded_share": 0.0},
+        }
+
+    def at(second: int, gateways: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
+        return status | {"at": f"2026-11-28T12:00:{second:02}+00:00", "gateways": gateways} | parts
+
+    lost = {"url": "http://lost", "error": "refused"}
+    replicas = [replica("one", 1000), replica("two", 5000), lost]
+    before = at(0, replicas, pool={"error": "no answer"})
+    now = at(10, [replica("one", 1020), replica("two", 5300), replica("lost", 70_000)])
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(status_screen(now, before))
+    screen = console.export_text().replace("\xa0", " ")
+    rates = [line.split("calls")[1] for line in screen.splitlines() if "http://" in line]
+    assert [rate.split(" ·")[0] for rate in rates] == [" (2.0/s)", " (30.0/s)", ""]
+    (train,) = [line for line in screen.splitlines() if line.startswith("train ")]
+    assert "/s" not in train
+    console.print(status_screen(at(10, []), at(0, [])))
+    assert "(0.0/s)" in console.export_text()
+
+
 @pytest.mark.parametrize(
     ("share", "told"), [(0.0, ""), (1 / 3000, "a few not recorded"), (0.25, "25.0% not recorded")]
 )
