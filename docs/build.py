@@ -32,7 +32,7 @@ from stepwell.gateway.metrics import ENGINES, GATEWAY, POOL_UP
 from stepwell.gateway.openapi import described
 from stepwell.track.prometheus import TRAINER
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = Path("docs/reference")
 BUILD = ROOT / "build"
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "examples", "benchmarks")
