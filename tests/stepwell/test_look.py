@@ -269,6 +269,9 @@ def test_groups_are_filtered_and_what_was_dropped_has_its_reason(
     assert "dropped 1  too long 1" in screen
     assert "the tool was down" in screen
     assert "0 of 2 complete" in screen
+    other = said(capsys, "groups", str(run), "--prompt", "runs", "--state", "ready")
+    assert "no group of channel train passes" in other
+    assert "the tool was down" in other
 
 
 async def test_a_leased_group_is_listed_with_the_rewards_that_the_trainer_gave(
