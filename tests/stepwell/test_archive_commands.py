@@ -104,6 +104,12 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
     path = tmp_path / "some.parquet"
     told(capsys, "data", "query", "left == 'acked'", run, "--to", path)
     assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]
+    path, last = tmp_path / "last.parquet", ("--order", "uid", "--limit", "2")
+    told(capsys, "data", "query", "left == 'acked'", run, *last, "--to", path)
+    assert [each.trajectory.trajectory_uid for each in read(path)] == ["t2", "t1"]
+    path, found = tmp_path / "found.parquet", ("--search", "answer", "--order", "relevance")
+    told(capsys, "data", "query", "", run, *found, "--to", path)
+    assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]
     assert "no such column" in told(capsys, "data", "query", "rewards < 1", run, code=2)
 
 
