@@ -35,7 +35,7 @@ _END = 1 << 16
 def check_weights(folder: Path, key: str = "model.path") -> None:
     """Raises BackendConfigError: `folder` is no model directory, or its weights are not whole."""
     whose = f"{key} is {str(folder)!r}"
-    config = _object(folder / "config.json", whose)
+    config = read_object(folder / "config.json", whose)
     if not {"model_type", "architectures"} & config.keys():
         raise BackendConfigError(
             f"{whose}, whose config.json names no model_type; point it at a Hugging Face model "
@@ -58,7 +58,7 @@ def check_weights(folder: Path, key: str = "model.path") -> None:
 def check_architecture(folder: Path, key: str = "model.path") -> None:
     """Raises BackendConfigError: the installed transformers does not know it. Imports that, but no
     model."""
-    config = _object(folder / "config.json", f"{key} is {str(folder)!r}")
+    config = read_object(folder / "config.json", f"{key} is {str(folder)!r}")
     kind = config.get("model_type")
     if kind is None or "auto_map" in config:  # it brings its own code
         return
@@ -79,7 +79,7 @@ def check_tokenizer(folder: Path, key: str = "model.path") -> None:
     if not folder.is_dir():
         raise BackendConfigError(f"{whose}, where no folder is; name one with a tokenizer")
     settings = folder / "tokenizer_config.json"
-    known = _object(settings, whose) if settings.is_file() else {}
+    known = read_object(settings, whose) if settings.is_file() else {}
     has_it = (folder / "tokenizer.json").exists()
     if not known and not has_it:
         raise BackendConfigError(
@@ -137,7 +137,7 @@ def _weights(folder: Path) -> list[Path]:
         if (folder / one).is_file():
             return [folder / one]
         if (folder / index).is_file():
-            shards = _object(folder / index, f"the model in {folder}").get("weight_map", {})
+            shards = read_object(folder / index, f"the model in {folder}").get("weight_map", {})
             return sorted({folder / name for name in shards.values()})
     return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
@@ -164,7 +164,12 @@ def _check_file(file: Path, whose: str) -> None:
         ) from e
 
 
-def _object(file: Path, whose: str) -> dict[str, Any]:
+def read_object(file: Path, whose: str) -> dict[str, Any]:
+    """The object in a JSON file of a model.
+
+    Raises:
+        BackendConfigError: `file` is missing, unreadable or no such file; begins with `whose`.
+    """
     try:
         found = json.loads(file.read_text())
         if not isinstance(found, dict):

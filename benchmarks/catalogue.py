@@ -22,6 +22,7 @@ from benchmarks.checks import BenchResult
 from stepwell.datapool.files.archive.catalogue import ORDERS, Catalogue
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.reader import ArchiveReader, parse
+from stepwell.trainer.errors import ConfigError
 
 TRIES = 16
 WORDS = 110
@@ -50,6 +51,10 @@ async def run(
     trajectories: Annotated[int, "rows"] = 1_000_000,
     folder: Annotated[Path | None, "kept, with the catalogue; none: a temporary one"] = None,
 ) -> BenchResult:
+    """
+    Raises:
+        ConfigError: the folder's catalogue is of another number, such as one that was not filled.
+    """
     with tempfile.TemporaryDirectory(prefix="stepwell-catalogue-") as temporary:
         base = Path(temporary) if folder is None else folder
         return _measured(base, trajectories)
@@ -65,7 +70,12 @@ def _measured(base: Path, n: int) -> BenchResult:
         fill(path, n)
         result.figures["us_a_row"] = (time.process_time() - began) / n * 1e6
     reader = ArchiveReader(base)
-    result.figures["trajectories"] = reader.counts()["trajectories"]
+    result.figures["trajectories"] = found = reader.counts()["trajectories"]
+    if found != n:
+        raise ConfigError(
+            f"folder is {base}, whose catalogue has {found:,} trajectories, not {n:,}; name a new "
+            "one, or remove it"
+        )
     result.figures["bytes_a_row"] = path.stat().st_size / n
 
     def page(query: str = "", search: str | None = None, **how: Any) -> Callable[[], Any]:

@@ -37,8 +37,8 @@ class BenchResult:
         self.checks[name] = Check(value, bound, upper=False)
 
     def zero(self, **values: float) -> None:
-        """Check values that must be 0."""
-        self.checks.update({name: Check(value, 0) for name, value in values.items()})
+        """Check values that must be 0; one below it is as wrong as one above."""
+        self.checks.update({name: Check(abs(value), 0) for name, value in values.items()})
 
     def without_bounds(self) -> BenchResult:
         """Every check as a mere figure: what a quick run measures says nothing about a bound."""

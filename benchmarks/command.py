@@ -67,7 +67,11 @@ def main(
     add_options(options, module.run)
     args = vars(options.parse_args(given[1:]))
     as_json, is_recorded = args.pop("json"), args.pop("keep")
+    parts = [f"--{name}" for name in ("quick", "only") if args.get(name)]
+    if is_recorded and parts:
+        options.error(f"--keep is of a whole run; leave {' and '.join(parts)} out")
     try:
+        commit = head() if is_recorded else None  # of the code that is measured
         result = asyncio.run(interruptible(module.run(**args)))
     except ConfigError as e:
         print(f"{package}: {e}", file=sys.stderr)
@@ -75,8 +79,8 @@ def main(
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"{package}: interrupted", file=sys.stderr)
         return 130
-    if is_recorded:
-        record(name, result)
+    if commit is not None:
+        record(name, result, commit)
     if as_json:
         print(orjson.dumps(result.as_json(name)).decode())
     else:
@@ -84,11 +88,25 @@ def main(
     return 0 if all(check.holds for check in result.checks.values()) else 1
 
 
-def record(name: str, result: BenchResult, folder: Path | None = None) -> None:
-    """Keep a run as the one whose figures README and docs tell (`tests/test_documents.py`)."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+def head() -> str:
+    """The checkout's commit.
+
+    Raises:
+        ConfigError: it is no checkout.
+    """
+    git = ("git", "-C", str(RECORDS), "rev-parse", "--short", "HEAD")
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as e:
+        raise ConfigError(
+            f"--keep names the commit that was measured, and git does not tell it ({e}); run the "
+            "bench in a clone of the repository"
+        ) from e
+
+
+def record(name: str, result: BenchResult, commit: str, folder: Path | None = None) -> None:
+    """Keep a run of `commit` as the one whose figures README and docs tell
+    (`tests/test_documents.py`)."""
     told = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit, **result.as_json(name)}
     data = orjson.dumps(told, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     ((folder or RECORDS) / f"{name}.json").write_bytes(data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,7 @@ KINDS = {
     "ray::EngineServer": "engine's supervisor",
 }
 """Names of our processes by words of their command lines; all others are Ray's and their guards."""
+BOUNDED = ("pool", "gateway", "trainer")
 OPTIONS = ("logging.wandb=disabled", "logging.console=plain", "gateway.port=0")
 
 
@@ -49,12 +51,25 @@ async def run(
                 before = _cpu_s()
                 await asyncio.sleep(seconds)
                 after = _cpu_s()
-    shares = {name: (after[name] - before.get(name, 0.0)) / seconds for name in sorted(after)}
+    shares = shares_of(before, after, seconds)
     result = BenchResult()
-    ours = sum(shares.get(name, 0.0) for name in ("pool", "gateway", "trainer"))
+    ours = sum(shares[name] for name in BOUNDED)
     result.at_most("pool_gateway_trainer_cores", ours, BOUND)
     result.figures["cores"] = [{"process": name, "cores": share} for name, share in shares.items()]
     return result
+
+
+def shares_of(
+    before: Mapping[str, float], after: Mapping[str, float], seconds: float
+) -> dict[str, float]:
+    """Cores that each kind of process was busy with, of CPU seconds at both ends.
+
+    Raises:
+        RuntimeError: one that has a bound was not seen, as if it cost nothing.
+    """
+    if missing := [name for name in BOUNDED if name not in before or name not in after]:
+        raise RuntimeError(f"no process is known as {', '.join(missing)}; see KINDS")
+    return {name: (after[name] - before.get(name, 0.0)) / seconds for name in sorted(after)}
 
 
 async def _says(log: Path, words: str) -> None:

@@ -104,7 +104,8 @@ async def run(
     steps: Annotated[int, "optimizer steps of each run"] = 40,
     report: Annotated[bool, "run nothing"] = False,
 ) -> BenchResult:
-    """Runs what is missing, unless only a `report` is asked; the table has all that was ever run.
+    """Runs what is missing, unless only a `report` is asked; the table has all that was ever run
+    with so many `steps`.
 
     Raises:
         RuntimeError: a run failed.
@@ -114,7 +115,7 @@ async def run(
     for seed, lag, method in wanted:
         if (lag, method, seed, steps) not in done and (lag or method == methods[0]):
             await _run_one(lag, method, seed, steps)
-    return BenchResult({}, {"score at the end by lag": _table(_cells())})
+    return BenchResult({}, {"score at the end by lag": _table(_cells(steps))})
 
 
 async def _run_one(lag: int, method: str, seed: int, steps: int) -> None:
@@ -143,11 +144,12 @@ def fall(rewards: Sequence[float]) -> float:
     return float((np.maximum.accumulate(smooth) - smooth).max())
 
 
-def _cells() -> Cells:
+def _cells(steps: int) -> Cells:
     cells: Cells = defaultdict(list)
-    for result in results():
+    found = [result for result in results() if result["steps"] == steps]
+    for result in found:
         cells[result["method"], result["lag"]].append(result)
-    fresh = [result for result in results() if result["lag"] == 0]
+    fresh = [result for result in found if result["lag"] == 0]
     cells.update({(method, 0): fresh for method, _ in list(cells) if fresh})
     return cells
 

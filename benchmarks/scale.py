@@ -412,8 +412,9 @@ def needs(row: Row, costs: Costs, given: Given = GIVEN) -> dict[str, Any]:
 
 GATEWAY_BYTES = 225e6
 """Memory of a gateway without trajectories, by the recorded run of its bench."""
-ARCHIVED = 0.41
-"""Bytes of the archive by those of the journal, measured at 958076d8 (docs/archive.md)."""
+ARCHIVED = 0.59
+"""Bytes of the archive's files by those of the journal, of steps with 500 + 250 new tokens and no
+text; `tests/benchmarks/test_scale.py` measures it."""
 ID_BYTES = 6.5
 """Bytes of one token id in a request to an engine: up to six digits and a comma."""
 

@@ -102,7 +102,7 @@ def _steps(groups: int) -> Iterator[Step]:
 
 
 async def pages(origin: str, n: int, rounds: int, report: BenchResult) -> None:
-    """Each page in a browser that has seen none of them, in its slowest of `rounds`."""
+    """Each page in a browser that has seen none of them: the median of `rounds` has the bound."""
     names = {"group": f"g-{n // STEPS_PER_GROUP // 2}"}
     names["trajectory"] = f"{names['group']}-0"
     async with browser() as chromium:
@@ -176,6 +176,9 @@ async def _looking(how: str, origin: str) -> AsyncIterator[None]:
         try:
             await asyncio.sleep(1.0)
             yield
+            if watching.done():
+                await watching
+                raise RuntimeError("the dashboard's stream ended: nobody looked")
         finally:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -189,6 +192,7 @@ async def _watch(origin: str) -> None:
         aiohttp.ClientSession(f"{origin}") as session,
         session.get("/ui/api/live") as stream,
     ):
+        stream.raise_for_status()
         async for line in stream.content:
             if line.startswith(b"data: "):
                 async with session.get("/ui/api/metrics?key=reward/mean&key=loss") as answer:

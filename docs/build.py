@@ -8,6 +8,7 @@ pages below `docs/` and the READMEs of examples and benchmarks, with whatever fi
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -32,7 +33,7 @@ from stepwell.gateway.metrics import ENGINES, GATEWAY, POOL_UP
 from stepwell.gateway.openapi import described
 from stepwell.track.prometheus import TRAINER
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = Path("docs/reference")
 BUILD = ROOT / "build"
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "examples", "benchmarks")
@@ -211,7 +212,7 @@ def _call(params: type[Params]) -> Iterator[str]:
         if name not in neutral:
             yield f"| `{name}` | {_cell(_type(about) + _bounds(about))} |"
     if neutral:
-        values = ", ".join(f"`{name}` {value}" for name, value in neutral.items())
+        values = ", ".join(f"`{name}` {json.dumps(value)}" for name, value in neutral.items())
         yield from ("", f"Taken at the value that asks for nothing, refused at others: {values}.")
     if params.ignored:
         yield from (
@@ -269,7 +270,7 @@ def _fields(operation: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]
     for name, about in properties.items():
         known = " ".join(about.get("description", "").split("\n\n")[0].split())
         needed = "required. " if name in required else ""
-        cells = (f"`{name}`", _type(about), f"{needed}{known}")
+        cells = (f"`{name}`", _type(about), f"{needed}{known}".strip())
         yield f"| {' | '.join(map(_cell, cells))} |"
 
 
@@ -281,7 +282,7 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(map(str, schema["enum"]))
     if "const" in schema:
-        return str(schema["const"])
+        return json.dumps(schema["const"])
     kind = schema.get("type", "anything")
     if kind == "array":
         return f"list of {_type(schema.get('items') or {})}"

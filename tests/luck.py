@@ -42,6 +42,8 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--lanes", type=int, default=1, help="files that run at a time")
     args = parser.parse_args()
+    if min(args.times, args.lanes) < 1:
+        parser.error("--times and --lanes are 1 or more")
     files = args.files or [
         path.relative_to(ROOT)
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
@@ -68,15 +70,33 @@ FAILED = "failed: "
 
 
 def one_turn(files: list[Path], lanes: int) -> list[str]:
-    """Lines that the lanes print, once all are through."""
+    """Lines that the lanes print, once all are through. A file that a lane did not come to has
+    failed."""
     command = [sys.executable, "-m", "tests.luck", "--times", "1"]
     running = [
-        subprocess.Popen(
-            [*command, *map(str, of_lane)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        (
+            of_lane,
+            subprocess.Popen(
+                [*command, *map(str, of_lane)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            ),
         )
-        for of_lane in (files[i::lanes] for i in range(lanes))
+        for i in range(lanes)
+        if (of_lane := files[i::lanes])
     ]
-    return [line for lane in running for line in lane.communicate()[0].splitlines(keepends=True)]
+    lines: list[str] = []
+    for of_lane, lane in running:
+        said = lane.communicate()[0].splitlines(keepends=True)
+        left = [path for path in of_lane if not any(line.endswith(cost_of(path)) for line in said)]
+        lines += said
+        if left:
+            lines.append(f"a lane ended with {lane.returncode} before {left[0]} had\n")
+            lines += [f"{FAILED}{path}\n" for path in left]
+    return lines
+
+
+def cost_of(path: Path) -> str:
+    """End of the line that tells what the file cost, once it is through."""
+    return f" s CPU {path}\n"
 
 
 def run_each(files: list[Path]) -> int:
@@ -90,7 +110,7 @@ def run_each(files: list[Path]) -> int:
                 run_one(path, output.fileno())
             _, status, usage = os.wait4(pid, 0)
             code, cpu_s = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-            print(f"{cpu_s:6.1f} s CPU {path}", flush=True)
+            print(f"{cpu_s:6.1f}{cost_of(path)}", end="", flush=True)
             if code not in (0, 5):  # 5: all of it is marked `long`
                 failures += 1
                 output.seek(0)

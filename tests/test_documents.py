@@ -61,7 +61,7 @@ def test_what_checks_each_claim_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for check in checks():
         match check.split():
-            case ["make", target]:
+            case ["make", target, *_]:
                 assert re.search(rf"^{target}:", makefile, re.M), check
             case ["python", "-m", "benchmarks", name, *_]:
                 assert name in BENCHES, check
@@ -71,6 +71,8 @@ def test_what_checks_each_claim_exists() -> None:
                 assert list(ROOT.glob(f"{module.replace('.', '/')}*")), check
             case [path]:
                 assert (ROOT / path).exists(), check
+            case _:
+                pytest.fail(f"{check}: nothing that is known here")
 
 
 CLAIMED = {
@@ -141,6 +143,13 @@ def test_the_reference_pages_are_those_that_the_code_makes() -> None:
     build = runpy.run_path(str(ROOT / "docs" / "build.py"))
     for path, text in build["reference"]().items():
         assert (ROOT / path).read_text() == text, "make reference"
+
+
+def test_the_pages_are_staged_from_a_checkout_that_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "checkout").symlink_to(ROOT)
+    build = runpy.run_path(str(tmp_path / "checkout/docs/build.py"))
+    build["stage"](tmp_path / "pages")
+    assert (tmp_path / "pages/docs/scale.md").read_text() == (ROOT / "docs/scale.md").read_text()
 
 
 # -- what stands for another framework's ----------------------------------------------------------

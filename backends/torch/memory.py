@@ -20,7 +20,6 @@ Owns the arithmetic. Does not own how much memory there is, nor what is refused
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -29,7 +28,7 @@ from typing import Any, Literal
 
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.model_folder import count_parameters
+from stepwell.backends.model_folder import count_parameters, read_object
 from stepwell.backends.pictures import MODEL_TYPES
 
 CUDA_CONTEXT = 1.2e9
@@ -112,8 +111,12 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: Path) -> ModelShape:
-        """The shape of the model in `folder`, parameters counted in its files of weights."""
-        config = json.loads((folder / "config.json").read_text())
+        """The shape of the model in `folder`, parameters counted in its files of weights.
+
+        Raises:
+            BackendConfigError: its config.json cannot be read.
+        """
+        config = read_object(folder / "config.json", f"the model in {folder}")
         return cls.of(config, count_parameters(folder) or None)
 
     @property

@@ -13,7 +13,9 @@ Owns their arguments. What is shown is `show/archive.py`'s.
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from stepwell.cli.look import Commands, add_command, add_run, answer, check_place
 from stepwell.trainer.errors import ConfigError
@@ -49,7 +51,9 @@ def add_archive_commands(commands: Commands, data: Commands) -> None:
         "said), uid; of a search also relevance",
     )
     query.add_argument("--ascending", action="store_true", help="the smallest or oldest first")
-    query.add_argument("--limit", type=int, default=20, metavar="N", help="default: 20")
+    query.add_argument(
+        "--limit", type=int, metavar="N", help="default: 20; with --to all that pass"
+    )
     query.add_argument(
         "--to", type=Path, metavar="FILE", help="write them with their tokens: x.parquet or x.jsonl"
     )
@@ -92,7 +96,7 @@ def _query(args: argparse.Namespace) -> None:
     from stepwell.datapool.files.archive.reader import parse
     from stepwell.show.archive import open_archive, rows_screen
 
-    if args.limit < 1:
+    if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; give 1 or more")
     if args.to is not None and args.to.exists():
         raise ConfigError(f"--to is {str(args.to)!r}, which exists; name a new file")
@@ -107,14 +111,17 @@ def _query(args: argparse.Namespace) -> None:
     except InvalidRequestError as e:
         raise ConfigError(str(e)) from e
     reader = open_archive(args.where)
-    how = {"order": args.order, "descending": not args.ascending, "limit": args.limit}
+    how: dict[str, Any] = {"order": args.order, "descending": not args.ascending}
     if args.to is None:
-        page = reader.rows(where, args.search, **how)
+        page = reader.rows(where, args.search, limit=args.limit or 20, **how)
         answer(args, page.items, rows_screen)
         return
     from stepwell.datapool.files.export import write
 
-    done = write(args.to, reader.read_all(where, args.search), source=str(reader.folder.path))
+    if args.limit is None and args.order == "relevance":
+        how["order"] = "time"  # all that pass: relevance is of the newest
+    whole = islice(reader.read_all(where, args.search, **how), args.limit)
+    done = write(args.to, whole, source=str(reader.folder.path))
     told = {"path": done.path, "trajectories": done.n_trajectories, "rows": done.n_rows}
     answer(args, told, f"{done.path}: {done.n_trajectories} trajectories, {done.n_steps} steps")
 
@@ -131,9 +138,9 @@ def _check(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> None:
     from stepwell.show.imported import import_run
-    from stepwell.show.run import choose_run
+    from stepwell.show.run import run_folder
 
-    folder = Path(choose_run(args.where))
+    folder = run_folder(args.where)
     done = import_run(folder)
     text = (
         f"{folder}: {done.with_tokens} trajectories with tokens, {done.as_text} as text; "
@@ -146,10 +153,10 @@ def _delete(args: argparse.Namespace) -> None:
     from stepwell.datapool.ops import Delete
     from stepwell.run.deletion import delete_archived, delete_copied, not_reached
     from stepwell.show.archive import open_archive
-    from stepwell.show.run import choose_run
+    from stepwell.show.run import run_folder
 
     asked = Delete(args.trajectory, args.tag, args.user)
-    folder = Path(choose_run(args.where))
+    folder = run_folder(args.where)
     reader = open_archive(str(folder))
     gone = delete_archived(folder, asked, with_groups=False)
     copied = delete_copied(folder, asked, gone, with_groups=False)

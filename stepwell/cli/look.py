@@ -302,8 +302,11 @@ def _view(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from stepwell.show.doctor import examine
-    from stepwell.show.engine import NAMES, check_engine
+    try:
+        from stepwell.show.doctor import examine
+        from stepwell.show.engine import NAMES, check_engine
+    except ModuleNotFoundError as e:
+        raise ConfigError(_lacking(e)) from e
 
     if args.engine is not None:
         if args.config is not None or args.overrides:
@@ -332,6 +335,20 @@ def _doctor(args: argparse.Namespace) -> int:
         config = load_config(args.config, overrides)
         folder = config.run.dir
     return _told(args, examine(config, run, folder))
+
+
+def _lacking(error: ModuleNotFoundError) -> str:
+    """Text about an environment in which the doctor itself cannot be imported.
+
+    Raises:
+        ModuleNotFoundError: all that is required is there.
+    """
+    from stepwell.version import lack_of, required
+
+    if not (wrong := [str(each) for each in required() if lack_of(each) is not None]):
+        raise error
+    asked = " ".join(f"'{each}'" for each in wrong)
+    return f"not installed here: {', '.join(wrong)}; pip install {asked}"
 
 
 def _told(args: argparse.Namespace, found: Iterable[Finding], width: int = 13) -> int:

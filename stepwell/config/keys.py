@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -230,7 +231,7 @@ def _walk(node: dict[str, Any], prefix: str) -> Iterator[Key]:
     kinds = [_values(section["properties"].get("kind", {})) for section in sections]
     if len(sections) > 1:
         about = [
-            f"{_listed(own)}: {section.get('description', '').partition('.')[0]}"
+            f"{_listed(own)}: {_first_sentence(section.get('description', ''))}"
             for own, section in zip(kinds, sections, strict=True)
         ]
         every = _listed([kind for own in kinds for kind in own])
@@ -251,6 +252,11 @@ def _walk(node: dict[str, Any], prefix: str) -> Iterator[Key]:
         meaning = " ".join(node.get("description", "").split())
         default = node.get("default", PydanticUndefined)
         yield Key(prefix.removesuffix("."), _word(node), default, meaning)
+
+
+def _first_sentence(text: str) -> str:
+    """Without its point. A point within a name or a number ends none."""
+    return re.split(r"\.(?: |$)", " ".join(text.split()), maxsplit=1)[0]
 
 
 def _alternatives(node: Any) -> list[dict[str, Any]]:

@@ -130,6 +130,12 @@ class RunFile(_Part):
     config: dict[str, Any]
     """Resolved, without secrets."""
 
+    def found(self, path: str) -> str:
+        """A folder that the configuration names, from wherever this process is; what is none, such
+        as a model's id, stays as it is."""
+        there = self.folder / path
+        return str(there) if there.is_dir() else path
+
     def write(self, run_dir: Path) -> None:
         content = sealed(self.model_dump_json(indent=2, exclude_none=True).encode())
         write_durably(run_dir / RUN_FILE, content, private=True)

@@ -21,7 +21,7 @@ from rich.text import Text
 from stepwell.datapool.files.archive.conversations import cut
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate
 from stepwell.run.folder import RunFile, archive_folder, holder, journal_folder, read_run
-from stepwell.show.run import choose_run, limits_of
+from stepwell.show.run import limits_of, run_folder
 from stepwell.track.console import all_safe
 from stepwell.trainer.errors import ConfigError
 
@@ -35,7 +35,7 @@ def open_archive(where: str | None) -> ArchiveReader:
     Raises:
         ConfigError: there is no such run, or it has no archive.
     """
-    folder = Path(choose_run(where))
+    folder = run_folder(where)
     run = read_run(folder)
     path = archive_folder(folder)
     if holder(folder) is None:

@@ -56,7 +56,7 @@ class Tried:
     ended: str
     """`complete`, or why it failed."""
     log: Path
-    """File of what the harness printed."""
+    """File of what the harness printed; the folder of such files, if there is none."""
     opened: Opened | None = None
     """Its calls; None: it made none, or failed."""
 
@@ -166,13 +166,14 @@ async def _rollout(
     about = {"task": task}
     await pool.open_group(prompt_uid, 1, deadline_s, metadata=about, channel=CHANNEL)
     folder = config.run.dir.absolute() / LOGS / LOG
+    others = set(folder.glob("*.log"))
     worker = RolloutWorker(config.rollout, urls, key, logs=folder)
     try:
         (ended,) = await worker.run_group(task, prompt_uid, 1, CHANNEL)
     finally:
         await worker.close()
-    logs = sorted(folder.glob("*.log"), key=lambda file: file.stat().st_mtime)
-    log = logs[-1] if logs else folder
+    # One that failed before its agent began has none.
+    log = next((file for file in folder.glob("*.log") if file not in others), folder)
     page = await pool.list_trajectories(CHANNEL, limit=10, prompt_uid=prompt_uid)
     for row in page.items:
         found = await locate_in_pool(row.trajectory_uid, pool, [CHANNEL])

@@ -13,7 +13,6 @@ words. Does not own the checks of a configuration (`run/checks.py`), which look 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import platform
 import shutil
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from packaging.requirements import Requirement
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +34,7 @@ from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.kinds import connect
 from stepwell.backends.errors import BackendError, EngineError
+from stepwell.backends.model_folder import read_object
 from stepwell.backends.weights.store import read_current
 from stepwell.cluster.ray import connected
 from stepwell.config.run import RunConfig
@@ -53,7 +52,7 @@ from stepwell.track.collapse import find_collapse
 from stepwell.trainer.errors import TrainerError
 from stepwell.trainer.ledger import LEDGER, read_ledger
 from stepwell.trainer.metrics import METRICS, read_metrics
-from stepwell.version import versions
+from stepwell.version import lack_of, required, versions
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 
@@ -107,10 +106,13 @@ def examine(config: RunConfig | None, run: RunFile | None, folder: Path) -> Iter
     if run is None:
         checks.append(("ray", lambda: ray_starts(config)))
     if config is not None:
-        path = config.gateway.tokenizer_path or str(config.model.path)
+        model = str(config.model.path)
+        path = config.gateway.tokenizer_path or model
         if run is None:
             checks.append(("configuration", lambda: configuration(config)))
-        checks.append(("tokenizer", lambda: tokenizer(path, config.model.path)))
+        else:
+            model, path = run.found(model), run.found(path)
+        checks.append(("tokenizer", lambda: tokenizer(path, Path(model))))
         checks.append(("template", lambda: chat_template(path)))
         if config.engine.is_attached and run is None:
             checks.append(("engine", lambda: engines(config.engine, attached(config.engine))))
@@ -143,20 +145,11 @@ def python() -> Iterator[Finding]:
 def packages() -> Iterator[Finding]:
     """Packages that pyproject.toml requires are installed."""
     try:
-        asked = [Requirement(text) for text in metadata.requires("stepwell") or ()]
+        needed = required()
     except metadata.PackageNotFoundError:
         yield Finding("packages", "warning", "stepwell is not installed", "pip install -e .")
         return
-    wrong = []
-    needed = [r for r in asked if r.marker is None or r.marker.evaluate({"extra": ""})]
-    for requirement in needed:
-        try:
-            has = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            wrong.append((requirement, "is missing"))
-            continue
-        if not requirement.specifier.contains(has, prereleases=True):
-            wrong.append((requirement, f"is {has}"))
+    wrong = [(each, what) for each in needed if (what := lack_of(each)) is not None]
     for requirement, what in wrong:
         told = f"{requirement.name} {what}, not {requirement.specifier}"
         yield Finding("packages", "problem", told, f"pip install '{requirement}'")
@@ -168,7 +161,13 @@ def packages() -> Iterator[Finding]:
 
 
 def torch_device(config: RunConfig | None) -> Iterator[Finding]:
-    import torch
+    try:
+        import torch
+    except (ImportError, OSError) as e:  # OSError: a library of its own that is not found
+        why = next(iter(str(e).splitlines()), type(e).__name__)
+        remedy = "install it anew (docs/install.md)"
+        yield Finding("torch", "problem", f"it cannot be imported ({why})", remedy)
+        return
 
     from stepwell.backends.engines.commands import has_gpu
 
@@ -313,11 +312,7 @@ def tokenizer(path: str, model: Path) -> Iterator[Finding]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    return found
+    return read_object(path, f"the model in {path.parent}") if path.is_file() else {}
 
 
 def _ids(value: Any) -> Iterable[int]:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from stepwell.backends.config import EngineConfig, plain_url
 from stepwell.backends.engines.api import (
@@ -93,10 +93,18 @@ def _server(engine: Engine, name: str) -> Finding:
     """Return a finding: the server that answers there."""
     kind, _, version = name.partition(" ")
     tested = engine.routes.tested.partition(" ")[2]
-    if version and kind in ("sglang", "vllm") and Version(version) < Version(tested):
+    if kind in ("sglang", "vllm") and _is_older(version, tested):
         remedy = f"what it lacks is below; pip install '{kind}>={tested}'"
         return Finding("engine", "warning", f"{name}; tested is {tested}", remedy)
     return Finding("engine", "ok", name or "does not say what it is")
+
+
+def _is_older(version: str, tested: str) -> bool:
+    """A release before `tested`; a build that is none, such as vLLM's `dev`, is not."""
+    try:
+        return Version(version) < Version(tested)
+    except InvalidVersion:
+        return False
 
 
 async def _state(engine: Engine) -> str:

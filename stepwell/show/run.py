@@ -67,8 +67,7 @@ class RunView:
         """Path of the served model's tokenizer, from wherever this process is."""
         config = self.run.config
         path = config.get("gateway", {}).get("tokenizer_path") or config["model"]["path"]
-        there = self.run.folder / path
-        return str(there) if there.is_dir() else path
+        return self.run.found(path)
 
 
 def choose_run(where: str | None) -> Path | str:
@@ -94,6 +93,18 @@ def choose_run(where: str | None) -> Path | str:
             "runs/quickstart, or start one (`stepwell train`, `stepwell serve`)"
         )
     return alive[0] if alive else max(found, key=lambda folder: (folder / RUN_FILE).stat().st_mtime)
+
+
+def run_folder(where: str | None) -> Path:
+    """The folder of the run at `where`: itself, or that of the run on this Ray; None: see
+    `choose_run`.
+
+    Raises:
+        ConfigError, NoRunError: there is no such run.
+        RunUnavailableError: its Ray is out of reach.
+    """
+    place = choose_run(where)
+    return Path(place) if Path(place).exists() else find_run(place)[0]
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -172,7 +172,7 @@ def _gateway(gateway: Mapping[str, Any], rates: _Rates) -> Text:
     calls, limits = gateway["calls"], gateway["limits"]
     latency = gateway["added_latency"]
     said = [
-        f"{calls.get('calls', 0):,} calls{rates.of('calls', 'calls')}",
+        f"{calls.get('calls', 0):,} calls{rates.of_gateway(gateway['url'])}",
         f"{limits['running']} running",
         *([f"{limits['waiting']} waiting"] if limits["waiting"] else []),
         *([f"{calls['failed']:,} failed"] if calls.get("failed") else []),
@@ -280,7 +280,7 @@ def _channels(pool: Mapping[str, Any], rates: _Rates) -> Table:
             f"{counts['ready']:,}",
             f"{groups['held']:,}",
             f"{groups['leased']:,}",
-            f"{groups['acked']:,}{rates.of('acked', 'groups', name)}",
+            f"{groups['acked']:,}{rates.of_channel(name)}",
             Text(f"{groups['dropped']:,}", "yellow" if groups["dropped"] else ""),
             f"{counts['tokens']['stored']:,}",
             f"{counts['memory_bytes'] / 1e6:,.1f} MB",
@@ -325,18 +325,28 @@ class _Rates:
             at = [datetime.fromisoformat(each["at"]) for each in (before, now)]
             self._s = (at[1] - at[0]).total_seconds()
 
-    def of(self, name: str, unit: str, channel: str | None = None) -> str:
-        """` (N unit/s)` of a count, or nothing."""
+    def of_gateway(self, url: str) -> str:
+        """` (N/s)` of the calls of one replica, or nothing."""
+
+        def calls(status: Mapping[str, Any]) -> int | None:
+            found = (g["calls"] for g in status["gateways"] if g["url"] == url and "calls" in g)
+            return next((each.get("calls", 0) for each in found), None)
+
+        return self._of(calls)
+
+    def of_channel(self, name: str) -> str:
+        """` (N/s)` of the groups that were acked in a channel, or nothing."""
+        return self._of(lambda status: status["pool"].get(name, {}).get("groups", {}).get("acked"))
+
+    def _of(self, count: Callable[[Mapping[str, Any]], int | None]) -> str:
+        """Nothing of what did not answer at one of both times: it would be a rate since its
+        start."""
         if self._before is None or self._s <= 0:
             return ""
-        counts = []
-        for status in (self._before, self._now):
-            if channel is None:
-                answering = [g["calls"] for g in status["gateways"] if "calls" in g]
-                counts.append(sum(c.get(name, 0) for c in answering))
-            else:
-                counts.append(status["pool"].get(channel, {}).get("groups", {}).get(name, 0))
-        return f" ({max(0, counts[1] - counts[0]) / self._s:,.1f}/s)"
+        before, now = count(self._before), count(self._now)
+        if before is None or now is None:
+            return ""
+        return f" ({max(0, now - before) / self._s:,.1f}/s)"
 
 
 # -- live --------------------------------------------------------------------------------------

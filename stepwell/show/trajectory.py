@@ -86,7 +86,10 @@ async def read_groups(
         rows += page.items
         if (cursor := page.cursor) is None or len(rows) > limit:
             break
-    if prompt_uid is not None and not rows:
+    is_there = bool(rows) or prompt_uid is None
+    if not is_there and filters:  # it may be there and not pass
+        is_there = bool((await pool.list_groups(channel, limit=1, prompt_uid=prompt_uid)).items)
+    if not is_there:
         raise ConfigError(
             f"--prompt is {prompt_uid!r}, which is no group in channel {channel!r} of "
             f"{view.folder}; `stepwell groups` lists them, and `stepwell show` finds one that was "

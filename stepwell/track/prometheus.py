@@ -101,6 +101,9 @@ class PrometheusTracker(Collector):
         check_address(host, port)
         self._server, self._thread = start_http_server(port, host, self)
 
+    def __str__(self) -> str:
+        return "Prometheus"
+
     @property
     def port(self) -> int:
         return int(self._server.server_port)

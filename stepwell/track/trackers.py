@@ -1,14 +1,17 @@
 """This module mirrors a run's metrics to wandb, TensorBoard and Prometheus.
 
-`build_trackers` is the registry. Does not own `metrics.jsonl`, which the run itself reads again
+`build_trackers` is the registry. A destination that fails, as wandb's service does that is killed,
+is said once and ends no run. Does not own `metrics.jsonl`, which the run itself reads again
 (`trainer/metrics.py`), or the console (`track/console.py`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from stepwell.track.prometheus import PrometheusTracker
 from stepwell.track.verl_names import VerlNames
 from stepwell.trainer.errors import TrainerError
 from stepwell.trainer.metrics import Tracker
+
+log = logging.getLogger(__name__)
 
 TENSORBOARD = "tensorboard"
 """Folder of the event files, in the run's folder: `tensorboard --logdir runs`."""
@@ -35,7 +40,39 @@ def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
         trackers = [VerlNames(tracker, config) for tracker in trackers]
     if config.logging.prometheus_port is not None:
         trackers.append(PrometheusTracker(config.gateway.host, config.logging.prometheus_port))
-    return trackers
+    return [Mirror(tracker) for tracker in trackers]
+
+
+class Mirror:
+    """A tracker whose failures are said, the first in a warning, and raised to nobody."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._has_failed = False
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        with self._failures_told():
+            self._tracker.write(step, record)
+
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        with self._failures_told():
+            self._tracker.table(step, name, columns, rows)
+
+    def close(self, failed: bool) -> None:
+        with self._failures_told():
+            self._tracker.close(failed)
+
+    @contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:  # noqa: BLE001 - of whichever package shows the figures
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            self._has_failed = True
+            what = f"{self._tracker} got not all figures ({type(e).__name__}: {e})"
+            log.log(level, "%s; the run goes on, and metrics.jsonl has them all", what)
 
 
 class WandbTracker:
@@ -73,6 +110,9 @@ class WandbTracker:
         self._run.define_metric("val-core/*", step_metric="val/step")
         self._newest = 0
 
+    def __str__(self) -> str:
+        return "wandb"
+
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         self._newest = max(self._newest, step)
         shown = {k: v for k, v in record.items() if isinstance(v, int | float)}
@@ -106,6 +146,9 @@ class TensorBoardTracker:
         from tensorboardX import SummaryWriter  # `run/checks.py` has asked whether it is there
 
         self._writer = SummaryWriter(logdir=str(folder), flush_secs=10)
+
+    def __str__(self) -> str:
+        return "TensorBoard"
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         for name, value in record.items():

@@ -91,6 +91,9 @@ class VerlNames:
         self._tables = [table for table, holds in chosen if holds]
         self._counts_both_sides = loss.policy in CLIPPED_AS_VERL
 
+    def __str__(self) -> str:
+        return str(self._tracker)
+
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         aliases = {
             alias: record[name]

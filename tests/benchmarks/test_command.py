@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from benchmarks import command, size
+from benchmarks import command, pool, size
 from benchmarks.__main__ import BENCHES
 from benchmarks.checks import BenchResult, Check
 from benchmarks.command import add_options, record, show
@@ -131,8 +132,55 @@ def test_a_bench_of_tables_alone_is_shown(capsys: pytest.CaptureFixture[str]) ->
 def test_a_recorded_run_has_its_figures_its_commit_and_its_day(tmp_path: Path) -> None:
     result = BenchResult(figures={"calls": 3})
     result.at_least("ratio", 2.5, 2.0)
-    record("gateway", result, tmp_path)
+    record("gateway", result, "c0ffee", tmp_path)
     run = json.loads((tmp_path / "gateway.json").read_bytes())
     assert run["checks"] == {"ratio": {"value": 2.5, "bound": 2.0, "holds": True}}
     assert (run["bench"], run["figures"]) == ("gateway", {"calls": 3})
-    assert run.keys() >= {"date", "commit"}
+    assert (run["commit"], bool(run["date"])) == ("c0ffee", True)
+
+
+@pytest.mark.parametrize("part", [["--quick"], ["--only", "memory"]])
+def test_a_part_of_a_bench_is_not_kept_as_the_run_that_claims_follow(
+    part: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
+        raise AssertionError("it was run")
+
+    monkeypatch.setattr(pool, "run", run)
+    with pytest.raises(SystemExit, match="2"):
+        main(["pool", "--keep", *part])
+    assert f"leave {part[0]} out" in capsys.readouterr().err
+
+
+def test_a_bench_that_cannot_be_kept_says_so_before_it_is_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> BenchResult:
+        raise AssertionError("it was run")
+
+    monkeypatch.setattr(size, "run", run)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["size", "--keep"]) == 2
+    assert "run the bench in a clone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "holds"), [(0, True), (1, False), (-1, False)])
+def test_what_must_be_zero_is_not_below_it_either(value: int, holds: bool) -> None:
+    result = BenchResult()
+    result.zero(groups_never_acked=value)
+    assert result.checks["groups_never_acked"].holds is holds
+
+
+def test_make_bench_goes_on_behind_a_bound_that_does_not_hold(tmp_path: Path) -> None:
+    programs = {"pip": "exit 0", "python": 'echo "ran $3"; test "$3" != overlap'}
+    (tmp_path / "bin").mkdir()
+    for name, script in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / ".installed").touch()
+    command = ["make", "--silent", "bench", f"VENV={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    *ran, told = done.stdout.splitlines()
+    assert ran == ["ran overlap", "ran pool", "ran gateway", "ran trainer"]
+    assert told.endswith(": overlap")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.checks import BenchResult
 from benchmarks.scale import (
+    ARCHIVED,
     FULL,
+    GIVEN,
     QWEN3_4B,
     Costs,
     Engine,
     Fleet,
     Given,
+    _bytes_in,
+    _trajectory,
     check_against_the_bench,
     deployment,
     measure_pool,
@@ -20,6 +26,7 @@ from benchmarks.scale import (
     sized,
 )
 from stepwell.backends.torch.memory import ModelShape
+from tests.datapool.test_archive import Archived
 
 COSTS = Costs([0], [0.001], 0.0001, 5000.0, 3.0)
 SHAPE = ModelShape.of(QWEN3_4B)
@@ -98,3 +105,22 @@ async def test_a_step_of_more_tokens_costs_the_journal_more_bytes() -> None:
     _, small = await measure_pool(8, 8, steps=64)
     _, large = await measure_pool(500, 250, steps=64)
     assert 100 < small < large < 20_000
+
+
+def test_the_archives_share_of_the_journal_is_the_measured_one(tmp_path: Path) -> None:
+    run = Archived(tmp_path)
+    calls = [
+        call
+        for group in range(64)
+        for call in _trajectory(f"{group}", 0, 8, GIVEN.new_tokens, GIVEN.response)
+    ]
+    for call in calls:
+        run.pool("submit_step", call.step())
+    journal = _bytes_in(tmp_path / "pool")
+    for _ in range(64):
+        run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    while run.archive():
+        pass
+    files = _bytes_in(tmp_path / "archive" / "trajectories")
+    run.pool.journal.close()
+    assert files / journal == pytest.approx(ARCHIVED, rel=0.05)

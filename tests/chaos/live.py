@@ -57,6 +57,8 @@ WINDOW, KILL, AGAIN = 0.1, 0.5, 0.55
 ROWS = 10
 PATIENCE_S = 300.0
 """For a process to come up, or to end."""
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended as it should."""
 GAIN = 0.2
 """By so much the share of right answers rises at the least."""
 OPTIONS = (
@@ -161,6 +163,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
             await at(1.0)
             ended = time.time()
             lived.append(await _end(trainer, signal.SIGINT))
+            codes = [trainer.returncode]
         total = CheckpointStore(live / "checkpoints").steps()[-1] + 2
         async with (
             python(*attach, f"trainer.total_steps={total}", output=log) as trainer,
@@ -174,6 +177,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
         async with connect(live) as pool:
             groups = (await pool.get_statistics(TRAIN))["groups"]
         lived.append(await _end(served, signal.SIGINT))
+        codes.append(served.returncode)
     conversations = [row for row in _rows(calls) if row["at"] <= ended]
     result = _compare(conversations, began, ended, at_the_kill)
     _compare_books(result, live, groups)
@@ -194,6 +198,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
     result.zero(
         share_of_calls_unrecorded=gateway["recording"]["unrecorded_share"],
         processes_that_ended_by_themselves=lived.count(False),
+        interrupted_that_ended_otherwise=sum(code != INTERRUPTED for code in codes),
     )
     return result
 

@@ -148,6 +148,26 @@ def test_images_pin_what_they_are_made_from_and_copy_what_is_here(name: str) -> 
     assert "constraints.txt" not in ignored
 
 
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_images_have_the_programs_that_ray_calls_in_them(name: str) -> None:
+    """`ray up`'s head starts the other nodes from its own container, `ray exec --tmux` the run; and
+    a job of KubeRay is submitted to a dashboard, which Ray alone is without."""
+    commands = re.sub(r"\\\n", " ", text(name))
+    (packages,) = re.findall(r"apt-get install (.*?)&&", commands)
+    assert {"openssh-client", "rsync", "tmux"} <= {*packages.split()}
+    (installed,) = re.findall(r"/opt/stepwell/bin/pip install (.*?)&&", commands)
+    assert "ray[default]" in shlex.split(installed)
+
+
+def test_the_commands_beside_the_manifest_are_about_its_job() -> None:
+    job = manifests()["RayJob"]["metadata"]["name"]
+    commands = re.findall(r"^#   kubectl -n (\S+) (.*?)(?:   .*)?$", text("kuberay.yaml"), re.M)
+    assert {namespace for namespace, _ in commands} == {"stepwell"}
+    # The submitter, a Job of the RayJob's name, follows its log; the head's log has Ray's lines.
+    # A RayJob that has ended stays, and to apply it again changes nothing.
+    assert {f"logs -f job/{job}", f"delete rayjob {job}"} <= {command for _, command in commands}
+
+
 def test_the_images_engine_is_the_tested_one_at_the_path_that_the_manifest_names() -> None:
     assert f"ARG ENGINE=sglang=={TESTED}" in text("Dockerfile")
     assert f"ENGINE=vllm=={vllm.TESTED}" in text("Dockerfile")

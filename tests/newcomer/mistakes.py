@@ -56,6 +56,8 @@ def _make(user: User, mistake: Mistake, folder: Path) -> Step:
         why = f"no line says {', '.join(mistake.says)}: {done.last_line}"
     elif "Traceback" in done.err:
         why = "a traceback"
+    elif limit_s is not None and not done.code:
+        why = "exit code 0"
     elif limit_s is not None and len(told) != 1:
         why = f"{len(told)} lines, not one"
     elif limit_s is not None and done.seconds > limit_s:

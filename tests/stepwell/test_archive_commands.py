@@ -16,7 +16,7 @@ from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
 from stepwell.datapool.ops import OpenGroup
 from stepwell.datapool.types import Trajectory
-from stepwell.run.folder import begin
+from stepwell.run.folder import RunFile, begin, read_run
 from stepwell.show import trajectory
 from tests.builders import step_of
 from tests.datapool.conftest import JournaledPool
@@ -60,6 +60,19 @@ def test_why_it_was_dropped_and_what_the_model_said_is_one_command(
     assert messages[1]["content"] == "No idea."
 
 
+def test_a_run_is_named_by_the_address_of_its_ray_too(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(where: str) -> tuple[Path, RunFile]:
+        assert where == "10.0.0.2:6379"
+        return run, read_run(run)
+
+    monkeypatch.setattr("stepwell.show.run.find_run", find)
+    assert "question 0" in told(capsys, "prompts", "10.0.0.2:6379")
+    assert "question 0" in told(capsys, "data", "query", "", "10.0.0.2:6379")
+    assert "all files are sound" in told(capsys, "archive", "check", "10.0.0.2:6379")
+
+
 def test_which_prompts_never_get_a_reward_is_one_command(run: Path, capsys: Capture) -> None:
     shown = told(capsys, "prompts", run, "--never-rewarded")
     assert "[gsm8k] question 0" in shown
@@ -90,6 +103,12 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
     assert "--order is relevance, which is of --search TEXT" in refused
     path = tmp_path / "some.parquet"
     told(capsys, "data", "query", "left == 'acked'", run, "--to", path)
+    assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]
+    path, last = tmp_path / "last.parquet", ("--order", "uid", "--limit", "2")
+    told(capsys, "data", "query", "left == 'acked'", run, *last, "--to", path)
+    assert [each.trajectory.trajectory_uid for each in read(path)] == ["t2", "t1"]
+    path, found = tmp_path / "found.parquet", ("--search", "answer", "--order", "relevance")
+    told(capsys, "data", "query", "", run, *found, "--to", path)
     assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]
     assert "no such column" in told(capsys, "data", "query", "rewards < 1", run, code=2)
 

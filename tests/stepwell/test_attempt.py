@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stepwell.datapool import DataPoolClient
+from stepwell.show import attempt
 from stepwell.show.attempt import config_of_try
 from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.errors import ConfigError
@@ -34,3 +37,27 @@ def test_a_configuration_without_a_harness_has_nothing_to_try(tmp_path: Path) ->
     mine.write_text("extends: quickstart\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml has no rollout\.harness; name one, e\.g"):
         config_of_try(str(mine), "Write it.", None, [])
+
+
+async def test_a_rollout_without_a_log_is_not_shown_with_that_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused:
+        def __init__(self, *args: Any, **keys: Any) -> None: ...
+
+        async def run_group(self, *args: Any) -> dict[str, int]:
+            return {"no_gateway": 1}
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(attempt, "RolloutWorker", Refused)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "codex").write_text("#!/bin/sh\n")
+    (tmp_path / "codex").chmod(0o755)
+    config, task = config_of_try("codex", "Write it.", "quickstart", [f"run.dir={tmp_path}"])
+    logs = tmp_path / "logs" / "harness"
+    logs.mkdir(parents=True)
+    (logs / "of-an-earlier-one.log").write_text("another reason")
+    async with DataPoolClient.local() as pool:
+        tried = await attempt._rollout(config, task, pool, ["http://127.0.0.1:9"], None, None)
+    assert (tried.ended, tried.log) == ("no_gateway", logs)

@@ -42,6 +42,13 @@ def test_a_key_that_only_some_kinds_have_names_them() -> None:
     assert "kind" not in show_keys("data.train.shuffle", width=120).splitlines()[0]
 
 
+def test_a_kind_is_told_by_its_whole_first_sentence() -> None:
+    (kind,) = [key for key in keys() if key.name == "data.train.kind"]
+    assert "as verl's `data.custom_cls`: a map-style `torch.utils.data.Dataset`" in kind.meaning
+    assert "which `rollout.harness` works on" in kind.meaning
+    assert kind.meaning.endswith("environment (0.4), in a Python of its own.")
+
+
 def test_a_configuration_shows_its_values_in_place_of_defaults() -> None:
     config = load_config("quickstart", ["rollout.n=5"])
     assert "rollout.n: int ≥ 1, 5 (default 8)" in show_keys("rollout.n", config, width=80)

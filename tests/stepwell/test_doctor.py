@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,6 +227,31 @@ def test_every_finding_comes_also_after_a_problem(
     assert ("template", "ok") in found
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_broken_file_of_a_model_is_a_problem_and_the_rest_is_looked_at(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    (model / name).write_text("{")
+    monkeypatch.setattr(doctor, "ray_starts", lambda config: [Finding("ray", "ok", "starts")])
+    argv = ["doctor", "--config", "quickstart", f"model.path={model}", f"run.dir={tmp_path / 'r'}"]
+    assert main([*argv, f"gateway.tokenizer_path={MODEL}", "--json"]) == 1
+    found = {(f["name"], f["state"]): f for f in json.loads(capsys.readouterr().out)}
+    why = f"the model in {model}, whose {name} cannot be read"
+    assert why in found["tokenizer", "problem"]["text"]
+    assert ("template", "ok") in found
+
+
+def test_a_torch_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (found,) = doctor.torch_device(load_config("quickstart"))
+    assert (found.name, found.state) == ("torch", "problem")
+    assert "install" in found.remedy
+
+
 def test_a_finding_is_told_without_colours_too() -> None:
     console = Console(width=60, no_color=True, record=True, file=io.StringIO())
     found = [Finding("disk", "warning", "3 GB free", "free space"), Finding("ray", "problem", "x")]
@@ -289,6 +316,45 @@ def test_a_live_run_whose_gateway_has_keys_is_looked_at(
     with only_run_in(tmp_path):
         assert main(["doctor", str(tmp_path)]) == 0, capsys.readouterr()
     assert limits_of(read_run(tmp_path)).channel("train").max_outstanding_groups == 70
+
+
+def test_a_live_runs_model_is_found_from_another_folder_than_its_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(model.parent)
+    Path("runs/mine").mkdir(parents=True)
+    begin(load_config("quickstart", ["model.path=model", "run.dir=runs/mine"]))
+    monkeypatch.chdir("/")
+    with only_run_in(tmp_path / "runs/mine"):
+        assert main(["doctor", str(tmp_path / "runs/mine")]) == 0, capsys.readouterr()
+
+
+LACKING = """
+import importlib.metadata as metadata, sys
+LEFT_OUT, found = {"xxhash", "fastokens"}, metadata.version
+
+def version(name):
+    if name in LEFT_OUT:
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+
+metadata.version = version
+sys.modules |= dict.fromkeys(LEFT_OUT)
+from stepwell.cli.main import main
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_an_environment_without_what_the_doctor_needs_is_told_all_that_it_lacks() -> None:
+    """As docs/install.md has it: installed with --no-deps, beside another package's pins."""
+    done = subprocess.run(
+        [sys.executable, "-c", LACKING], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    told, remedy = line.removeprefix("stepwell: not installed here: ").split("; pip install ")
+    assert {each.partition(">=")[0] for each in told.split(", ")} == {"xxhash", "fastokens"}
+    assert remedy == " ".join(f"'{each}'" for each in told.split(", "))
 
 
 @pytest.mark.parametrize("name", ["run.json", "weights/current.json", "checkpoints/ledger.jsonl"])

@@ -15,6 +15,7 @@ from stepwell.config.load import load_config
 from stepwell.config.migration import known_as
 from stepwell.config.run import RunConfig
 from stepwell.trainer.config import episodes_of
+from stepwell.trainer.tools import ToolBox
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -129,3 +130,15 @@ def test_documented_yaml_loads(document: Path, tmp_path: Path) -> None:
                 values["rollout"] = own | rollout
             path.write_text(yaml.safe_dump(values))
             load_config(str(path), here=False)
+
+
+def test_the_documented_files_of_tools_are_read_as_they_stand_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/design/tools.md").read_text()
+    ours, of_verl = [body for language, body in blocks(text) if language == "yaml"]
+    (tmp_path / "tools.yaml").write_text(ours)
+    assert ToolBox.from_yaml(tmp_path / "tools.yaml").names == ["search"]
+    (tool,) = yaml.safe_load(of_verl)["tools"]
+    assert tool.keys() == {"class_name", "config", "tool_schema"}

@@ -269,6 +269,9 @@ def test_groups_are_filtered_and_what_was_dropped_has_its_reason(
     assert "dropped 1  too long 1" in screen
     assert "the tool was down" in screen
     assert "0 of 2 complete" in screen
+    other = said(capsys, "groups", str(run), "--prompt", "runs", "--state", "ready")
+    assert "no group of channel train passes" in other
+    assert "the tool was down" in other
 
 
 async def test_a_leased_group_is_listed_with_the_rewards_that_the_trainer_gave(
@@ -590,6 +593,39 @@ def test_the_screen_of_a_run_that_nobody_has_called_yet(run: Path, capsys: Captu
     console.print(status_screen({**status, "gateways": [gateway]}))
     [line] = [x for x in console.export_text().splitlines() if x.startswith("gateway")]
     assert " ".join(line.split()).endswith("up 0 calls · 0 running")
+
+
+def test_a_rate_is_that_of_its_replica_and_none_of_what_did_not_answer_before(
+    run: Path, capsys: Capture
+) -> None:
+    assert main(["status", str(run), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+
+    def replica(name: str, calls: int) -> dict[str, Any]:
+        return {
+            "url": f"http://{name}",
+            "calls": {"calls": calls},
+            "limits": {"running": 0, "waiting": 0},
+            "added_latency": {"calls": 0},
+            "recording": {"unrecorded_share": 0.0},
+        }
+
+    def at(second: int, gateways: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
+        return status | {"at": f"2026-11-28T12:00:{second:02}+00:00", "gateways": gateways} | parts
+
+    lost = {"url": "http://lost", "error": "refused"}
+    replicas = [replica("one", 1000), replica("two", 5000), lost]
+    before = at(0, replicas, pool={"error": "no answer"})
+    now = at(10, [replica("one", 1020), replica("two", 5300), replica("lost", 70_000)])
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(status_screen(now, before))
+    screen = console.export_text().replace("\xa0", " ")
+    rates = [line.split("calls")[1] for line in screen.splitlines() if "http://" in line]
+    assert [rate.split(" ·")[0] for rate in rates] == [" (2.0/s)", " (30.0/s)", ""]
+    (train,) = [line for line in screen.splitlines() if line.startswith("train ")]
+    assert "/s" not in train
+    console.print(status_screen(at(10, []), at(0, [])))
+    assert "(0.0/s)" in console.export_text()
 
 
 @pytest.mark.parametrize(

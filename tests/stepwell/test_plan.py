@@ -233,6 +233,16 @@ def test_the_command_says_by_its_exit_code_whether_the_run_fits(
         assert why in capsys.readouterr().err
 
 
+def test_a_model_whose_configuration_is_no_json_is_told(
+    model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model("4b")
+    (folder / "config.json").write_text('{"model_type": "qwen3"')
+    assert main(["plan", "--config", "qwen3_4b", "--gpus", "8", f"model.path={folder}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.json cannot be read" in line
+
+
 def test_one_gpu_is_told_as_one(model: Any) -> None:
     config = load_config("qwen3_4b_one_gpu", [f"model.path={model('4b')}"], here=False)
     planned = plan_run(config, shape_of(config), machines_of(config, 1, 1, None), [])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 import time
 import urllib.request
@@ -36,7 +38,7 @@ from stepwell.track.verl_names import (
     TOKEN_MEAN,
 )
 from stepwell.trainer.errors import ConfigError, TrainerError
-from stepwell.trainer.metrics import MetricsWriter
+from stepwell.trainer.metrics import METRICS, MetricsWriter, read_metrics
 from tests.documented_metrics import documented
 
 
@@ -222,6 +224,43 @@ def test_a_wandb_that_cannot_begin_is_one_line_with_the_remedy(
         writer(tmp_path, "logging.wandb=online"),
     ):
         pass
+
+
+KILLED = """
+import logging, sys, time
+from pathlib import Path
+import psutil
+from tests.stepwell.test_trackers import writer
+
+logging.basicConfig(format="%(name)s: %(message)s")
+with writer(Path(sys.argv[1]), "logging.wandb=offline", "logging.tensorboard=true") as metrics:
+    metrics.write({"step": 1, "loss": 0.5})
+    children = psutil.Process().children(recursive=True)
+    services = [child for child in children if child.name().startswith("wandb")]
+    for service in services:
+        service.kill()
+        service.wait()
+    assert services
+    for step in range(2, 12):  # the first may still reach the socket's buffer
+        metrics.write({"step": step, "loss": 0.5})
+        time.sleep(0.02)
+    metrics.table(11, "val/samples", ["prompt"], [{"prompt": "1"}])
+"""
+
+
+def test_a_run_goes_on_where_wandbs_service_was_killed(tmp_path: Path) -> None:
+    # A service of its own: a process and its children share one, by their environment.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("stepwell.track")]
+    assert [line.partition(" (")[0] for line in told] == [
+        "stepwell.track.trackers: wandb got not all figures"
+    ]
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [*range(1, 12)]
+    seen = {step for tag, step in events(tmp_path / "tensorboard") if tag == "loss"}
+    assert seen == {*range(1, 12)}
 
 
 def wandb_records(data: bytes) -> Iterator[Any]:

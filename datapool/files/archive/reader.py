@@ -497,13 +497,21 @@ class ArchiveReader:
         )
 
     def read_all(
-        self, where: Filter = ALL, search: str | None = None
+        self,
+        where: Filter = ALL,
+        search: str | None = None,
+        *,
+        order: str = "time",
+        descending: bool = True,
     ) -> Iterator[ExportedTrajectory]:
-        """All trajectories that pass, whole, the newest first; without those of which only the text
-        was imported."""
+        """All trajectories that pass, whole, in the order of `rows`; without those of which only
+        the text was imported. By relevance the `NEWEST_HITS` newest alone."""
         cursor = None
+        limit = NEWEST_HITS if order == "relevance" else 100  # it has one page
         while True:
-            page = self.rows(where, search, cursor=cursor)
+            page = self.rows(
+                where, search, order=order, descending=descending, cursor=cursor, limit=limit
+            )
             for row in page.items:
                 if (
                     row["part"] == 0

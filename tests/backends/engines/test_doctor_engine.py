@@ -121,6 +121,14 @@ def test_an_older_sglang_is_told_to_be_one(capsys: pytest.CaptureFixture[str]) -
     assert "pip install 'sglang>=0.5.23'" in told["engine"]["remedy"]
 
 
+def test_a_vllm_that_somebody_built_of_its_source_may_have_no_release(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers = [a._replace(text=a.text.replace("0.32.0", "dev")) for a in read("vllm")]
+    code, told = doctor_here(given_again(answers), capsys)
+    assert (code, told["engine"]["state"], told["engine"]["text"]) == (0, "ok", "vllm dev")
+
+
 def test_the_names_of_routes_are_whole_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
