@@ -111,12 +111,21 @@ export function Reward({ about, channel, uid, row, done: reload }) {
     <small>total now ${number(row.reward)}; counts until the group is leased</small></div><${Failure} error=${error} />`;
 }
 
-/** @param {string} uid */
-export async function removal(uid) {
-  if (!confirm(`Delete ${safe(uid)} with its group, from the pool, its journal and the archive? This cannot be undone.`)) return;
-  const { deleted, leased } = await post("delete", { trajectory_uid: uid });
-  did(`${deleted.length} trajectories deleted${leased.length ? `, ${leased.length} of them leased` : ""}`, null);
-  location.hash = link("trajectories");
+/** @param {{ uid: string }} props */
+export function Removal({ uid }) {
+  const [error, setError] = useState(/** @type {Error | null} */ (null));
+  const remove = async () => {
+    if (!confirm(`Delete ${safe(uid)} with its group, from the pool, its journal and the archive? This cannot be undone.`)) return;
+    setError(null);
+    try {
+      const { deleted, leased } = await post("delete", { trajectory_uid: uid });
+      did(`${deleted.length} trajectories deleted${leased.length ? `, ${leased.length} of them leased` : ""}`, null);
+      location.hash = link("trajectories");
+    } catch (e) {
+      setError(/** @type {Error} */ (e));
+    }
+  };
+  return html`<button class="danger" onClick=${remove}>Delete this trajectory with its group…</button><${Failure} error=${error} />`;
 }
 
 // -- the page --------------------------------------------------------------------------------------
@@ -144,7 +153,7 @@ function DryRun({ about, channel, order: sorted }) {
   const start = async () => {
     const selection = own === "own" ? undefined : { order, filters: filters.map((f) => (ARGUMENT[f] ? `${f}(${ARGUMENT[f]})` : f)) };
     setError(null);
-    await post("dry_run", { channel, batch_size: Number(size) || 1, selection }).then(setRun, setError);
+    await post("dry_run", { channel, batch_size: Number(size) || 1, selection }).then((answer) => setRun({ ...answer, channel }), setError);
   };
   const toggle = (/** @type {string} */ name) => setFilters((now) => (now.includes(name) ? now.filter((f) => f !== name) : [...now, name]));
   return html`<${Card} title="Dry run: what the trainer would be given now" aside=${html`<small>nothing is leased or dropped</small>`}>
@@ -156,7 +165,7 @@ function DryRun({ about, channel, order: sorted }) {
       <button class="primary" onClick=${start}>Try</button>
     </div>
     <${Failure} error=${error} />
-    ${run && html`<${Bars} label="Groups by decision" bars=${Object.entries(run.counts).flatMap(([what, reasons]) => Object.entries(reasons).map(([why, n]) => ({ name: `${what}: ${why}`, value: n, colour: /** @type {Row} */ ({ serve: "good", wait: "accent", hold: "warn", drop: "bad" })[what] })))} />
+    ${run?.channel === channel && html`<${Bars} label="Groups by decision" bars=${Object.entries(run.counts).flatMap(([what, reasons]) => Object.entries(reasons).map(([why, n]) => ({ name: `${what}: ${why}`, value: n, colour: /** @type {Row} */ ({ serve: "good", wait: "accent", hold: "warn", drop: "bad" })[what] })))} />
       <${Table} label="Decisions" rows=${inOrder(run.decisions, sorted)} order=${sorted} empty="No group is ready." columns=${[
         ["Prompt", (d) => html`<${Uid} page="group" uid=${d.prompt_uid} channel=${channel} />`, "", "prompt_uid"],
         ["Decision", (d) => html`<${Chip} of=${d.decision} />`, "", "decision"],
