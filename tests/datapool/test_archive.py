@@ -24,7 +24,13 @@ from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.lookup import locate, why_closed
-from stepwell.datapool.files.archive.reader import ArchiveReader, fate, parse, waiting
+from stepwell.datapool.files.archive.reader import (
+    ArchiveReader,
+    fate,
+    parse,
+    prompt_cursor,
+    waiting,
+)
 from stepwell.datapool.files.archive.unarchived import begun
 from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
@@ -331,6 +337,45 @@ def test_a_group_that_nobody_can_read_holds_nothing_up(run, monkeypatch, caplog)
     assert run.pool.pool.backlog["waiting"] == 0
     assert run.pool.pool.backlog["unarchived"] == 1
     assert "no such prompt" in caplog.text
+
+
+def test_a_group_that_no_file_can_hold_holds_nothing_up(run, caplog):
+    run.train("t")
+    run.pool("apply", OpenTrajectory("bad", "p-bad", 2**31))
+    run.train("bad")
+    run.train("u")
+    run.pool("set_reward", "u", 0.5)
+    run.pool("set_reward", "u", 0.25, 2**31)
+    while run.archive():
+        pass
+    assert {row["uid"] for row in run.reader.rows().items} == {"t", "u"}
+    assert [row["reward"] for row in run.reader.feedback("u")] == [0.5]
+    assert run.pool.pool.backlog["waiting"] == 0
+    assert run.pool.pool.backlog["unarchived"] == 2
+    assert "no file can hold it" in caplog.text
+
+
+ODD = {
+    "__stepwell__": "bytes",
+    "value": "no base64",
+    "more": [{"__stepwell__": "ndarray"}, {0: "zero", 1: {2: "two"}}],
+}
+
+
+def test_metadata_of_any_keys_comes_back_exactly(run):
+    run.pool("apply", OpenGroup("p-t", 1, metadata=ODD))
+    run.pool("apply", OpenTrajectory("t", "p-t", 0, ODD | {"user": "ada"}))
+    said = [{"role": "user", "content": "Hello?", **ODD}]
+    step = step_of("t", "p-t", metadata={"messages": said, **ODD})
+    run.pool("submit_step", step)
+    run.pool("complete_trajectory", "t", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    found = run.reader.read("t")
+    assert found.trajectory.metadata == ODD | {"user": "ada"}
+    assert found.group_metadata == ODD
+    assert found.trajectory.steps[0].metadata == step.metadata
+    assert [row["uid"] for row in run.reader.rows(search="Hello").items] == ["t"]
 
 
 def test_the_pool_is_asked_for_a_little_at_a_time(run, monkeypatch):
@@ -926,6 +971,15 @@ def test_a_query_that_sqlite_cannot_answer_is_refused(many, text):
         many.rows(parse(text))
 
 
+def test_a_time_that_no_clock_has_is_refused(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "EST5")
+        time.tzset()
+        with pytest.raises(InvalidRequestError, match="no time such as"):
+            parse("time < '9999-12-31 23:59'")
+    time.tzset()
+
+
 def test_the_longest_query_is_answered(many):
     assert many.rows(parse("turns<9>" * 240 + "turns")).items
     assert many.rows(parse("uid>'' or " * 190 + "uid>''")).items
@@ -1023,6 +1077,11 @@ def test_each_column_sorts_all_prompts(tmp_path, shards):
             assert known == sorted(known, reverse=descending), order
             assert values == known + [None] * (len(values) - len(known)), order
             assert reader.prompts(**how, limit=3) == rows[:3], order
+            paged, cursor = [], None
+            while page := reader.prompts(**how, cursor=cursor, limit=3):
+                paged += page
+                cursor = prompt_cursor(page[-1], **how)
+            assert paged == rows, order
     with pytest.raises(InvalidRequestError, match="order is 'size'; there are time, tries"):
         reader.prompts(order="size")
 

@@ -213,6 +213,23 @@ def test_what_a_run_without_an_archive_left_is_imported_once(
     assert [t.trajectory.trajectory_uid for t in read(tmp_path / "all.parquet")] == ["kept"]
 
 
+def test_what_is_imported_is_deleted_by_its_user(tmp_path: Path, capsys: Capture) -> None:
+    """Of whom the group's metadata said it was, which is not in the files."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=old"]))
+    JournaledPool(folder / "pool").journal.close()
+    kept = Trajectory("kept", "g", (step_of("kept", "g", 0),))
+    write_trained(folder, 3, {"groups": 1}, [TrainedTrajectory(kept, ({},), "ann")], 1 << 20)
+    row = {"prompt": "2+3?", "response": "It is 6.", "trajectory_uid": "text", "user": "ann"}
+    (folder / "rollouts.jsonl").write_bytes(orjson.dumps(row) + b"\n")
+    told(capsys, "archive", "import", folder)
+    rows = json.loads(told(capsys, "data", "query", "user == 'ann'", folder, "--json"))
+    assert {each["uid"] for each in rows} == {"kept", "text"}
+    told(capsys, "archive", "delete", folder, "--user", "ann")
+    assert json.loads(told(capsys, "data", "query", "", folder, "--json")) == []
+
+
 def test_a_run_that_left_nothing_is_imported_as_an_error(tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "none"
     folder.mkdir()

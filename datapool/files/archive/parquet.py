@@ -36,7 +36,7 @@ from stepwell.datapool.files.archive.conversations import (
     first_and_last,
     text_of,
 )
-from stepwell.datapool.files.columns import dumps, loads
+from stepwell.datapool.files.columns import TAG, dumps, loads
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import (
@@ -123,9 +123,10 @@ def _json(value: Any, what: str) -> str | None:
     if value is None:
         return None
     try:
-        return orjson.dumps(value).decode()
-    except TypeError:  # bytes, arrays, half a surrogate
+        text = orjson.dumps(value).decode()
+    except TypeError:  # bytes, arrays, keys that are integers
         return dumps(value, what)
+    return text if TAG not in text else dumps(value, what)
 
 
 def _marks(marks: Marks) -> str | None:
@@ -407,7 +408,7 @@ def said_in(table: Any, rows: Sequence[int]) -> Iterator[str]:
 def _read_list(text: str) -> list[Any]:
     """The list in a JSON text; an empty one for anything else, as agents submit it, too."""
     try:
-        value = orjson.loads(text)
+        value = orjson.loads(text) if TAG not in text else loads(text)
     except orjson.JSONDecodeError:  # half a surrogate
         value = loads(text)
     return value if isinstance(value, list) else []
