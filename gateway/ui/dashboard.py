@@ -26,6 +26,7 @@ import orjson
 from stepwell.datapool.branches import parents
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import (
+    DamagedFileError,
     DataPoolError,
     InvalidRequestError,
     SelectionError,
@@ -225,9 +226,13 @@ class Dashboard:
         except DataPoolError as e:
             said["pool_error"] = str(e)
         if self._folder is not None:
-            steps = await asyncio.to_thread(self._folder.steps)
-            last = await asyncio.to_thread(self._folder.records, steps[-1:])
-            said |= {"metrics": last[0] if last else None, "optimizer_steps": len(steps)}
+            try:
+                steps = await asyncio.to_thread(self._folder.steps)
+                last = await asyncio.to_thread(self._folder.records, steps[-1:])
+            except DamagedFileError as e:  # of gateway and pool the pages are told all the same
+                said["metrics_error"] = str(e)
+            else:
+                said |= {"metrics": last[0] if last else None, "optimizer_steps": len(steps)}
             said["metrics_age_s"] = await asyncio.to_thread(self._folder.metrics_age_s)
         said["alerts"] = self._recent.dated(alerts(said), said["at"])
         return as_json(said)
@@ -238,13 +243,15 @@ class Dashboard:
             return {"series": {}, "keys": [], "lag": []}
         folder = self._folder
         last = await asyncio.to_thread(lambda: folder.records(folder.steps()[-LAST_RECORDS:]))
+        judged = await asyncio.to_thread(lambda: folder.records(folder.evaluated()[-1:]))
         lag: dict[str, float] = {}
         for record in last:
             for metric, n in record.items():
                 if metric.startswith("off_policy/lag_") and metric.endswith("/tokens"):
                     name = metric.split("/")[1].removeprefix("lag_")
                     lag[name] = lag.get(name, 0.0) + (n or 0.0)
-        numeric = {k for r in last for k, v in r.items() if isinstance(v, int | float)}
+        both = (*last, *judged)
+        numeric = {k for r in both for k, v in r.items() if isinstance(v, int | float)}
         return {
             "series": await asyncio.to_thread(folder.series, key),
             "keys": sorted(numeric),
@@ -461,8 +468,8 @@ class Dashboard:
 
         def read() -> tuple[list[dict[str, Any]], list[Trajectory]]:
             with _reader(self._archive) as archive:
-                rows = archive.group(prompt_uid)
-                whole = [archive.read(row["uid"]) for row in rows[:MOST_SHOWN] if not row["part"]]
+                rows = _each_once(archive.group(prompt_uid))
+                whole = [archive.read(row["uid"]) for row in rows[:MOST_SHOWN]]
             return rows, [each.trajectory for each in whole if each is not None]
 
         rows, whole = await asyncio.to_thread(read) if self._archive is not None else ([], [])
@@ -631,23 +638,25 @@ class Dashboard:
         return await self._of_archive(read)
 
     async def prompts(
-        self, which: str | None, order: str | None, ascending: str | None, cursor: int | None
+        self, which: str | None, order: str | None, ascending: str | None, cursor: str | None
     ) -> dict[str, Any]:
         """Prompts with the rewards of all their tries, page by page; `which`: `never` or `always`
         rewarded."""
-        before = max(cursor or 0, 0)
 
         def read() -> dict[str, Any]:
+            from stepwell.datapool.files.archive.reader import prompt_cursor
+
+            way = dict[str, Any](order=order or "time", descending=not ascending)
             with _reader(self._archive) as archive:
                 rows = archive.prompts(
                     never_rewarded=which == "never",
                     always=which == "always",
-                    order=order or "time",
-                    descending=not ascending,
-                    limit=before + PAGE + 1,
+                    cursor=cursor,
+                    limit=PAGE + 1,
+                    **way,
                 )
-            more = len(rows) > before + PAGE
-            return {"items": rows[before:][:PAGE], "cursor": before + PAGE if more else None}
+            items, more = rows[:PAGE], len(rows) > PAGE
+            return {"items": items, "cursor": prompt_cursor(items[-1], **way) if more else None}
 
         return await self._of_archive(read)
 
@@ -809,6 +818,13 @@ def _in_order(
     return [*sorted(known, key=value, reverse=descending), *rest]
 
 
+def _each_once(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The trajectories of a group of the archive; or, where they are no longer kept themselves,
+    those of which a step that came late is."""
+    own = [row for row in rows if not row["part"]]
+    return own or list({row["uid"]: row for row in rows}.values())
+
+
 def _as_listed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the archive with the names that the pool's listings have."""
     return [
@@ -820,7 +836,6 @@ def _as_listed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "newest_version": row["version"],
         }
         for row in rows
-        if not row["part"]
     ]
 
 
@@ -849,8 +864,22 @@ def _least(lag: str) -> float:
 
 
 def as_json(value: Any) -> bytes:
-    """JSON of rows, marks and figures."""
-    return orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+    """JSON of rows, marks and figures. Integers that a browser would round are texts: of more than
+    53 bits, as seeds are."""
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(value, _plain, option | orjson.OPT_STRICT_INTEGER)
+    except TypeError:
+        return orjson.dumps(_exact(orjson.loads(orjson.dumps(value, _plain, option))))
+
+
+def _exact(value: Any) -> Any:
+    """JSON values with each integer that a double cannot hold as its text."""
+    if isinstance(value, dict):
+        return {key: _exact(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_exact, value)]
+    return str(value) if isinstance(value, int) and abs(value) >= 1 << 53 else value
 
 
 def _plain(value: Any) -> Any:

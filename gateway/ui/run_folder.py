@@ -13,6 +13,7 @@ Every method reads files; call it in a thread. Owns no file.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -57,6 +58,12 @@ class RunFolder:
             self._refresh()
             return sorted(self._places)
 
+    def evaluated(self) -> list[int]:
+        """The optimizer steps whose record has figures of an evaluation, in order."""
+        with self._lock:
+            self._refresh()
+            return sorted(self._evaluated)
+
     def metrics_age_s(self) -> float | None:
         """Seconds since a trainer wrote its last record; None: there is none."""
         try:
@@ -95,7 +102,7 @@ class RunFolder:
         """Read what was appended. The file of a run that began anew is another one."""
         try:
             with (self.path / METRICS).open("rb") as file:
-                status = (self.path / METRICS).stat()
+                status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._read_to:
                     self._places, self._evaluated, self._read_to = {}, set(), 0
                     self._inode = status.st_ino
