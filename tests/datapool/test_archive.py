@@ -355,6 +355,27 @@ def test_a_group_that_no_file_can_hold_holds_nothing_up(run, caplog):
     assert "no file can hold it" in caplog.text
 
 
+def test_a_run_that_starts_over_lists_what_its_own_trajectory_was(tmp_path):
+    """An agent that names its trajectories gives the same names again."""
+    for k, asked in enumerate(("first", "second")):
+        run = Archived(tmp_path / f"{k}", archive=ArchiveConfig(dir=tmp_path / "archive"))
+        run.pool.now = 1000.0 * (1 + k)
+        run.train("t", asked, reward=float(k))
+        run.train(f"only {asked}", "other")
+        run.archive()
+        run.pool.journal.close()
+    reader = ArchiveReader(tmp_path / "archive")
+    for _ in range(2):
+        (row,) = reader.find("t")
+        assert (row["first"], row["reward"], row["time"]) == ("second", 1.0, 2000.0)
+        assert reader.read("t").outcome == 1.0
+        assert reader.rows(search="first").items == []
+        assert len(reader.rows(search="second").items) == 1
+        assert {each["tries"] for each in reader.prompts()} == {1, 2}
+        reader.folder.remove_catalogue(0)  # it is made of the same files, in any order
+        assert reader.check() == []
+
+
 ODD = {
     "__stepwell__": "bytes",
     "value": "no base64",
