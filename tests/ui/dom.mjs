@@ -61,6 +61,9 @@ class Element extends Node {
   get textContent() {
     return this.childNodes.map((node) => node.textContent).join("");
   }
+  get hash() {
+    return this.attributes.href;
+  }
   get all() {
     return this.children.flatMap((node) => [node, ...node.all]);
   }
@@ -99,7 +102,7 @@ Object.assign(globalThis, {
     createElement: (name) => new Element(name),
     createElementNS: (_, name) => new Element(name),
     createTextNode: (data) => new Text(data),
-    querySelectorAll: () => [],
+    querySelectorAll: (which) => (which === "a.talk" ? page.all.filter((each) => each.attributes.class === "talk") : []),
     addEventListener() {},
     removeEventListener() {},
   },
@@ -142,10 +145,13 @@ export async function question(name) {
   return asked.splice(at, 1)[0];
 }
 
-/** A new element to render into. */
+let page = new Element("main");
+
+/** A new page to render into. */
 export function root() {
   asked.length = went.length = 0;
-  return new Element("main");
+  page = new Element("main");
+  return page;
 }
 
 /** The element below with this text. */

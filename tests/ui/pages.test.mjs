@@ -5,8 +5,8 @@ import { asked, question, root, settled, went, withText } from "./dom.mjs";
 const { html } = await import("../../gateway/ui/static/shown.js");
 const { render } = await import("../../gateway/ui/static/vendor/preact.js");
 const { follow, useApi, usePages } = await import("../../gateway/ui/static/api.js");
-const { number, Select } = await import("../../gateway/ui/static/parts.js");
-const { Find } = await import("../../gateway/ui/static/archive.js");
+const { number, Select, walk } = await import("../../gateway/ui/static/parts.js");
+const { Archive, Find } = await import("../../gateway/ui/static/archive.js");
 const { Groups } = await import("../../gateway/ui/static/groups.js");
 const { Curation } = await import("../../gateway/ui/static/curation.js");
 const { Trajectory } = await import("../../gateway/ui/static/trajectory.js");
@@ -104,6 +104,19 @@ test("the overview says why there are no figures", async () => {
   (await question("metrics")).refuse(500, "metrics.jsonl is damaged");
   await settled();
   assert.ok(withText(at, "p", "metrics.jsonl is damaged"));
+});
+
+test("keys go on behind a trajectory that is listed again for a step that came late", async () => {
+  const at = root();
+  render(html`<${Archive} about=${{ ...about, has_archive: true }} params=${{}} />`, at);
+  (await question("archive")).answer(rows("a", "a", "b"));
+  await settled();
+  render(html`<p>the page of one</p>`, at);
+  location.hash = "#/trajectory?uid=a";
+  for (const [key, uid] of [["n", "b"], ["p", "a"]]) {
+    walk({ key, target: { tagName: "BODY" } });
+    assert.equal(location.hash, `#/trajectory?uid=${uid}`);
+  }
 });
 
 test("who left the search for a uid is not brought to it", async () => {

@@ -122,7 +122,7 @@ export function walk(event) {
 /** A list whose rows keys go through, and on to their neighbours. @param {Row[]} rows */
 export function useKeys(rows) {
   useEffect(() => {
-    if (rows.length) listed = talks().map((each) => each.hash);
+    if (rows.length) listed = [...new Set(talks().map((each) => each.hash))]; // a step that came late has its trajectory's
   }, [rows]);
 }
 
