@@ -8,7 +8,7 @@ const { follow, useApi, usePages } = await import("../../gateway/ui/static/api.j
 const { number, Select, walk } = await import("../../gateway/ui/static/parts.js");
 const { Archive, Find } = await import("../../gateway/ui/static/archive.js");
 const { Groups } = await import("../../gateway/ui/static/groups.js");
-const { Curation } = await import("../../gateway/ui/static/curation.js");
+const { Curation, Marks } = await import("../../gateway/ui/static/curation.js");
 const { Trajectory } = await import("../../gateway/ui/static/trajectory.js");
 const { Overview } = await import("../../gateway/ui/static/overview.js");
 
@@ -247,6 +247,17 @@ test("a dry run stands under the channel that it is of", async () => {
   render(html`<${Curation} about=${about} params=${{ channel: "val" }} />`, at);
   await settled();
   assert.ok(!at.textContent.includes("of train"));
+});
+
+test("a tag that has a comma in it stays one when another is added", async () => {
+  const at = root();
+  const props = { about, channel: "train", trajectory_uid: "t", done: () => {} };
+  render(html`<${Marks} ...${props} marks=${{ tags: ["slow", "wrong, off topic"] }} />`, at);
+  await settled();
+  const field = withText(at, "label", "Tags").all.find((each) => each.localName === "input");
+  field.tell("change", { value: "slow, wrong, off topic, seen" });
+  const { tags } = JSON.parse((await question("mark")).body).marks;
+  assert.deepEqual(tags.sort(), ["seen", "slow", "wrong, off topic"]);
 });
 
 test("a reason that groups left for filters no groups that are there", async () => {

@@ -55,6 +55,14 @@ export function Done() {
 
 // -- marks -----------------------------------------------------------------------------------------
 
+/** Tags that somebody wrote, between commas; those that are there stay whole, which may have some in them: labels of
+ * feedback are tags. @param {string} text @param {string[]} known @returns {string[]} */
+function tagsOf(text, known) {
+  const whole = known.filter((tag) => tag.includes(",") && text.includes(tag));
+  const rest = whole.reduce((left, tag) => left.replace(tag, ","), text);
+  return [...whole, ...rest.split(",").map((tag) => tag.trim()).filter(Boolean)];
+}
+
 /** @param {{ about: Row, channel: string, trajectory_uid?: string, prompt_uid?: string, marks: Row, done: () => void }} props */
 export function Marks({ about, channel, trajectory_uid, prompt_uid, marks, done: reload }) {
   const [error, setError] = useState(/** @type {Error | null} */ (null));
@@ -81,7 +89,7 @@ export function Marks({ about, channel, trajectory_uid, prompt_uid, marks, done:
         <${Tabs} label="Trainable" value=${trainable} options=${[["unset", "nobody said"], ["yes", "yes"], ["no", "no"]]}
           onChange=${(v) => mark({ trainable: /** @type {Row} */ ({ yes: true, no: false, unset: null })[v] }, v === "no" ? "not trainable" : v === "yes" ? "trainable" : "unmarked")} /></div>
       <${Field} label="Quality" type="number" value=${marks.quality} onChange=${(v) => mark({ quality: v === "" ? null : Number(v) }, `quality ${v}`)} />
-      <${Field} label="Tags, with commas" value=${(marks.tags ?? []).join(", ")} onChange=${(v) => mark({ tags: v.split(",").map((t) => t.trim()).filter(Boolean) }, `tags ${v}`)} />
+      <${Field} label="Tags, with commas" value=${(marks.tags ?? []).join(", ")} onChange=${(v) => mark({ tags: tagsOf(v, marks.tags ?? []) }, `tags ${v}`)} />
       <${Field} label="Note" value=${marks.note} onChange=${(v) => mark({ note: v }, "note")} />
     </div>
     <${Failure} error=${error} />`;
