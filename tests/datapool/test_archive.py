@@ -33,6 +33,8 @@ from stepwell.datapool.files.archive.reader import (
 )
 from stepwell.datapool.files.archive.unarchived import begun
 from stepwell.datapool.files.deletion import delete_from_journals
+from stepwell.datapool.files.export import write
+from stepwell.datapool.files.transfer import import_channel
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ListDeparted, ReadDeparted
 from stepwell.datapool.remote.client import DataPoolClient
@@ -149,7 +151,9 @@ def test_a_trained_trajectory_comes_back_exactly(run):
         assert np.array_equal(step.rollout_log_probs, archived.rollout_log_probs)
         assert step.metadata == archived.metadata
         assert step.policy_version == archived.policy_version
-    assert (found.state, found.outcome, found.trajectory.attempt) == ("complete", 1.0, 2)
+    assert (found.state, found.trajectory.attempt) == ("complete", 2)
+    assert [s.reward for s in found.trajectory.steps] == [0.25, 1.0], "as a consumer got them"
+    assert (found.outcome, found.trajectory.steps[-1].is_last) == (None, True)
     assert found.trajectory.metadata == {"user": "ada"}
     assert found.marks["note"] == "well done"
     (row,) = run.reader.find("t")
@@ -196,6 +200,23 @@ def test_what_came_late_is_found_with_its_trajectory(run):
     assert [s.metadata["messages"][1]["content"] for s in steps] == ["It is 4.", "It is 6."]
     (late,) = run.reader.feedback("t")
     assert (late["reward"], late["why"]) == (0.5, "its group was trained")
+
+
+async def test_what_is_written_of_the_archive_is_imported_with_its_rewards(tmp_path):
+    run = Archived(tmp_path)
+    run.train("t", reward=0.25)
+    run.turn("u", "2+2?", "4", reward=0.5)
+    run.train("u", "And 3+3?", "It is 6.", reward=1.0)
+    run.train("late")
+    run.turn("late", "And 4+4?", "It is 8.")
+    await asyncio.to_thread(run.archive)
+    write(tmp_path / "x.parquet", run.reader.read_all())
+    async with DataPoolClient.local() as pool:
+        done = await import_channel(pool, tmp_path / "x.parquet", "again")
+        rows = (await pool.list_trajectories("again")).items
+    assert (done.n_trajectories, done.n_steps) == (3, 5)
+    assert {row.trajectory_uid: row.reward for row in rows} == {"t": 0.25, "u": 1.5, "late": 1.0}
+    run.pool.journal.close()
 
 
 def test_the_beginning_of_a_uid_finds_it(run):
@@ -368,7 +389,7 @@ def test_a_run_that_starts_over_lists_what_its_own_trajectory_was(tmp_path):
     for _ in range(2):
         (row,) = reader.find("t")
         assert (row["first"], row["reward"], row["time"]) == ("second", 1.0, 2000.0)
-        assert reader.read("t").outcome == 1.0
+        assert reader.read("t").trajectory.reward == 1.0
         assert reader.rows(search="first").items == []
         assert len(reader.rows(search="second").items) == 1
         assert {each["tries"] for each in reader.prompts()} == {1, 2}
@@ -487,7 +508,8 @@ def test_small_files_are_merged_and_nothing_is_lost(run, monkeypatch):
     run.with_archive(lambda archive: archive.merge())
     assert len(run.files()) == 1
     assert [row["uid"] for row in run.reader.rows().items] == [f"t{i}" for i in range(5, -1, -1)]
-    assert [run.reader.read(f"t{i}").outcome for i in range(6)] == [i / 10 for i in range(6)]
+    rewards = [run.reader.read(f"t{i}").trajectory.reward for i in range(6)]
+    assert rewards == [i / 10 for i in range(6)]
     assert run.reader.check() == []
     run.train("last")
     assert run.archive() == 1
@@ -1134,7 +1156,7 @@ def test_the_archives_of_all_shards_answer_as_one(tmp_path):
             if (cursor := page.cursor) is None:
                 break
         assert seen == uids, order
-    assert reader.read("t10").outcome == reader.read("t11").outcome == 0.0
+    assert reader.read("t10").trajectory.reward == reader.read("t11").trajectory.reward == 0.0
     assert [row["first"] for row in reader.prompts(never_rewarded=True)] == ["never"]
     assert [row["first"] for row in reader.prompts(always=True)] == ["always"]
     mixed = next(row for row in reader.prompts() if row["first"] == "solved once")
@@ -1169,7 +1191,7 @@ def test_what_waits_can_be_read(run):
     ((one, about),) = waiting(run.pool.pool.apply(ReadDeparted("p-t"), run.pool.now))
     assert (fate(about), about["reward"]) == ("its group was taken by a trainer", 1.0)
     assert one.trajectory.steps[0].metadata["messages"][0]["content"] == "question"
-    assert one.outcome == 1.0
+    assert one.trajectory.reward == 1.0
 
 
 # -- a damaged journal -----------------------------------------------------------------------------

@@ -90,7 +90,8 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
     assert "--order is relevance, which is of --search TEXT" in refused
     path = tmp_path / "some.parquet"
     told(capsys, "data", "query", "left == 'acked'", run, "--to", path)
-    assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]
+    rewards = {each.trajectory.trajectory_uid: each.trajectory.reward for each in read(path)}
+    assert rewards == {"t0": 0.0, "t1": 0.0, "t2": 1.0}
     assert "no such column" in told(capsys, "data", "query", "rewards < 1", run, code=2)
 
 

@@ -164,10 +164,20 @@ async def test_a_uid_its_beginning_and_a_groups_uid_lead_somewhere(
     assert group["archived"]
     assert len(group["trajectories"]) == 4
     assert group["prefixes"]["tree"]
+    rewards = {row["trajectory_uid"]: row["reward"] for row in group["trajectories"]}
+    assert labels_of(group["prefixes"]["roots"]) == rewards
     begun = await ok(http, "find", uid="chain_sum/1002:")
     assert len(begun["items"]) == 4
     unknown = await http.get("find", params={"uid": "nothing"})
     assert unknown.status_code == 404
+
+
+def labels_of(nodes: Any) -> dict[str, float | None]:
+    """Rewards at the ends of a prefix tree, by uid."""
+    found = {end["trajectory_uid"]: end["reward"] for node in nodes for end in node["ends"]}
+    for node in nodes:
+        found |= labels_of(node["children"])
+    return found
 
 
 async def test_the_beginning_of_a_live_uid_leads_there(

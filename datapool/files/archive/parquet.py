@@ -415,8 +415,10 @@ def _read_list(text: str) -> list[Any]:
 
 
 def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
-    """The trajectory of these rows: its own, and those of steps that came late, in order."""
+    """The trajectory of these rows: its own, and those of steps that came late, in order. A
+    complete one is as a consumer gets it: the outcome is in the reward of its last step."""
     head = rows[0]
+    served = _served(rows)
     steps: dict[int, Step] = {}
     chains: dict[int, Any] = {}
     for row in rows:
@@ -435,7 +437,8 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
                 log_at += each["n_response"]
             chains.setdefault(index, tokens)
             if index not in steps:
-                steps[index] = _step(row, each, tokens, n_prompt, known, steps)
+                own_step = each | served.get(index, {}) if row is head else each
+                steps[index] = _step(row, own_step, tokens, n_prompt, known, steps)
     trajectory = Trajectory(
         head["trajectory_uid"],
         head["prompt_uid"],
@@ -448,12 +451,25 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
         channel=head["channel"],
         state=head["state"],
         reason=head["drop_reason"] if head["reason"] in (None, GROUP_DROPPED) else head["reason"],
-        outcome=head["outcome"],
+        outcome=None if served else head["outcome"],
         n_rollouts=head["n_rollouts"],
         marks=loads(head["marks"]),
         group_metadata=loads(head["group_metadata"]) or {},
         group_marks=loads(head["group_marks"]),
     )
+
+
+def _served(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What the outcome makes of the last step of a complete trajectory, by its index; empty where
+    there is none."""
+    head = rows[0]
+    if head["state"] != "complete" or head["outcome"] is None or not head["steps"]:
+        return {}
+    last = max(head["steps"], key=lambda step: step["step_index"])
+    reward = (last["reward"] or 0.0) + head["outcome"]
+    # Behind it there may be steps that came late.
+    is_last = last["step_index"] == max(s["step_index"] for row in rows for s in row["steps"])
+    return {last["step_index"]: {"reward": reward, "is_last": is_last or last["is_last"]}}
 
 
 def _step(
