@@ -12,6 +12,13 @@ const { Curation, Marks } = await import("../../gateway/ui/static/curation.js");
 const { Trajectory } = await import("../../gateway/ui/static/trajectory.js");
 const { Overview } = await import("../../gateway/ui/static/overview.js");
 
+/** A new element to render into; what was rendered before is no longer there. */
+function fresh() {
+  if (last) render(null, last);
+  return (last = root());
+}
+let last = null;
+
 const about = { channels: ["train", "val"], read_only: false, run: {}, filters: [], orders: ["fifo"] };
 
 // -- answers ---------------------------------------------------------------------------------------
@@ -25,7 +32,7 @@ function Listed({ search, at }) {
 const rows = (...uids) => ({ items: uids.map((uid) => ({ uid })), cursor: null });
 
 test("an error that comes late of another search neither stands in a list nor holds it up", async () => {
-  const at = root();
+  const at = fresh();
   render(html`<${Listed} search="slow" />`, at);
   const slow = await question("archive");
   render(html`<${Listed} search="quick" />`, at);
@@ -37,7 +44,7 @@ test("an error that comes late of another search neither stands in a list nor ho
 });
 
 test("a list that is read again stays as it is, and as long as it was, until it is there", async () => {
-  const at = root();
+  const at = fresh();
   const many = (from) => Array.from({ length: 60 }, (_, i) => ({ uid: `${from}${i}` }));
   render(html`<${Listed} at=${1} />`, at);
   (await question("archive")).answer({ items: many("a"), cursor: "second" });
@@ -67,7 +74,7 @@ function Asked({ at }) {
 }
 
 test("answers that take longer than the time between two questions are shown, and do not pile up", async () => {
-  const at = root();
+  const at = fresh();
   render(html`<${Asked} />`, at);
   (await question("about")).answer({ n: 1 });
   await settled();
@@ -86,7 +93,7 @@ test("answers that take longer than the time between two questions are shown, an
 });
 
 test("figures stay while newer ones are asked for", async () => {
-  const at = root();
+  const at = fresh();
   render(html`<${Asked} at=${1} />`, at);
   (await question("about")).answer({ n: 1 });
   await settled();
@@ -99,7 +106,7 @@ test("figures stay while newer ones are asked for", async () => {
 });
 
 test("the overview says why there are no figures", async () => {
-  const at = root();
+  const at = fresh();
   render(html`<${Overview} about=${about} />`, at);
   (await question("metrics")).refuse(500, "metrics.jsonl is damaged");
   await settled();
@@ -107,7 +114,7 @@ test("the overview says why there are no figures", async () => {
 });
 
 test("keys go on behind a trajectory that is listed again for a step that came late", async () => {
-  const at = root();
+  const at = fresh();
   render(html`<${Archive} about=${{ ...about, has_archive: true }} params=${{}} />`, at);
   (await question("archive")).answer(rows("a", "a", "b"));
   await settled();
@@ -120,7 +127,7 @@ test("keys go on behind a trajectory that is listed again for a step that came l
 });
 
 test("who left the search for a uid is not brought to it", async () => {
-  const at = root();
+  const at = fresh();
   render(html`<${Find} params=${{ uid: "slow" }} />`, at);
   const slow = await question("find");
   render(html`<p>elsewhere</p>`, at);
@@ -130,20 +137,22 @@ test("who left the search for a uid is not brought to it", async () => {
   assert.deepEqual(went, []);
 });
 
+const opened = [];
+globalThis.EventSource = class {
+  static CLOSED = 2;
+  constructor(path) {
+    opened.push(this);
+    this.path = path;
+    this.readyState = 0;
+  }
+  close() {
+    this.readyState = 2;
+  }
+};
+
 test("the stream is opened again after an answer that was none", async () => {
-  const opened = [];
-  globalThis.EventSource = class {
-    static CLOSED = 2;
-    constructor(path) {
-      opened.push(this);
-      this.path = path;
-      this.readyState = 0;
-    }
-    close() {
-      this.readyState = 2;
-    }
-  };
-  root();
+  opened.length = 0;
+  fresh();
   mock.timers.enable({ apis: ["setTimeout"] });
   const end = follow();
   opened[0].onerror(); // the connection broke: the browser tries again itself
@@ -176,13 +185,30 @@ const tokens = (start, n, total) => ({
 });
 
 async function trajectory(params, data) {
-  const at = root();
+  const at = fresh();
   const draw = (more) => render(html`<${Trajectory} about=${about} params=${{ uid: "t", ...params, ...more }} />`, at);
   draw({});
   (await question("trajectory")).answer(data);
   await settled();
   return { at, draw };
 }
+
+test("a trajectory that goes on is read again, but not of a run that is over", async () => {
+  opened.length = 0;
+  const end = follow();
+  const going = shown([step(0)], [[0]]);
+  going.row.state = "open";
+  for (const [n, read_only] of [[1, false], [2, true]]) {
+    const at = fresh();
+    render(html`<${Trajectory} about=${{ ...about, read_only }} params=${{ uid: "t" }} />`, at);
+    (await question("trajectory")).answer(going);
+    await settled();
+    opened[0].onmessage({ data: JSON.stringify({ at: 100 * n }) });
+    await settled();
+    assert.deepEqual(asked.map((each) => each.name), read_only ? [] : ["trajectory"]);
+  }
+  end();
+});
 
 test("the tools of one call do not stand at another one", async () => {
   const { at, draw } = await trajectory({ at: "0" }, shown([step(0), step(1)], [[0], [1]]));
@@ -236,7 +262,7 @@ test("a deletion that fails says so", async () => {
 });
 
 test("a dry run stands under the channel that it is of", async () => {
-  const at = root();
+  const at = fresh();
   render(html`<${Curation} about=${about} params=${{}} />`, at);
   await settled();
   withText(at, "button", "Try").tell("click");
@@ -250,7 +276,7 @@ test("a dry run stands under the channel that it is of", async () => {
 });
 
 test("a tag that has a comma in it stays one when another is added", async () => {
-  const at = root();
+  const at = fresh();
   const props = { about, channel: "train", trajectory_uid: "t", done: () => {} };
   render(html`<${Marks} ...${props} marks=${{ tags: ["slow", "wrong, off topic"] }} />`, at);
   await settled();
@@ -261,12 +287,12 @@ test("a tag that has a comma in it stays one when another is added", async () =>
 });
 
 test("a reason that groups left for filters no groups that are there", async () => {
-  render(html`<${Groups} about=${about} params=${{ reason: "zero_variance", tag: "kept" }} />`, root());
+  render(html`<${Groups} about=${about} params=${{ reason: "zero_variance", tag: "kept" }} />`, fresh());
   assert.deepEqual((await question("groups")).params, { tag: "kept" });
 });
 
 test("a choice that is none of the options is shown as it is", async () => {
-  const at = root();
+  const at = fresh();
   render(html`<${Select} label="Metric" value="val/score" options=${["loss"]} onChange=${() => {}} />`, at);
   assert.deepEqual(at.all.filter((each) => each.localName === "option").map((each) => each.textContent), ["val/score", "loss"]);
 });

@@ -17,7 +17,7 @@ export function Trajectory({ about, params }) {
   const ticks = useTicks();
   const shown = /** @type {Shown | null} */ (data ?? (last?.trajectory_uid === uid ? last : null));
   useEffect(() => data && keep(data), [data]);
-  const running = shown?.row?.state === "open" && shown.step === null;
+  const running = !about.read_only && shown?.row?.state === "open" && shown.step === null;
   const at = ticks[ticks.length - 1]?.at ?? 0;
   const readAt = useRef(0);
   useEffect(() => {
