@@ -17,7 +17,7 @@ import pytest
 from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig, PoolConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, InvalidRequestError
-from stepwell.datapool.files.archive import archiver, catalogue
+from stepwell.datapool.files.archive import archiver, catalogue, parquet
 from stepwell.datapool.files.archive import reader as reader_module
 from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, archive_waiting
 from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
@@ -516,6 +516,33 @@ def test_small_files_are_merged_and_nothing_is_lost(run, monkeypatch):
 
 
 # -- bounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed_in", ["add", "replace_file"])
+def test_a_merge_that_was_killed_leaves_no_row_twice(run, monkeypatch, killed_in):
+    monkeypatch.setattr(archiver, "MERGED", 3)
+    for i in range(6):
+        run.train(f"t{i}")
+        run.pool("set_reward", f"t{i}", 0.5)
+        run.archive()
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalogue, killed_in, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.with_archive(lambda archive: archive.merge())
+    run.with_archive(lambda archive: archive.reconcile())
+    run.with_archive(lambda archive: archive.merge())
+    archived = [uid for path in run.files() for uid in rows_in(path)]
+    assert sorted(archived) == [f"t{i}" for i in range(6)]
+    feedback = (run.path / "archive" / "feedback").iterdir()
+    assert sorted(uid for path in feedback for uid in rows_in(path)) == sorted(archived)
+    assert run.reader.read("t0").trajectory.reward == 1.0
+    assert len(run.reader.feedback("t0")) == 1
+    assert run.reader.check() == []
+
+
+def rows_in(path: Path) -> list[str]:
+    """Trajectories of the rows of a file."""
+    return parquet.read_table(path, ["trajectory_uid"])[0].to_pylist()
 
 
 def test_what_is_too_old_goes_with_its_file(tmp_path):

@@ -188,17 +188,24 @@ class Archive:
 
     def reconcile(self) -> list[str]:
         """Make the catalogue that of the files that are there; what is damaged, a line each. A file
-        that was written anew by one who died before the catalogue knew has another size."""
+        that was written anew by one who died before the catalogue knew has another size. Files of
+        which a longer one was made by one who died before they were removed go now."""
         self.folder.remove_drafts(self.settings.shard)
         told: list[str] = []
         deletions = self.folder.deletions()
         known = self.catalogue.files()
         there: set[tuple[str, str]] = set()
         for kind in (TRAJECTORIES, FEEDBACK):
-            for name in self.folder.names(kind, self.settings.shard):
-                there.add((kind, name.text))
+            ends: dict[str, int] = {}
+            names = self.folder.names(kind, self.settings.shard)
+            for name in sorted(names, key=lambda n: (n.journal, n.first, -n.last)):
                 path, row = self.folder.file(kind, name), known.get((kind, name.text))
+                if name.last <= ends.get(name.journal, 0):
+                    path.unlink()
+                    continue
+                there.add((kind, name.text))
                 if row is not None and row["n_bytes"] == path.stat().st_size:
+                    ends[name.journal] = name.last
                     continue
                 try:
                     table = parquet.read_table(path)
@@ -209,6 +216,7 @@ class Archive:
                         if kind == TRAJECTORIES:
                             self.folder.keep_pictures(name, parquet.all_picture_keys(table))
                         self._add(kind, name, table, path.read_bytes())
+                    ends[name.journal] = name.last
                 except (DamagedFileError, OSError) as e:
                     told.append(str(e))
         for removed in known.keys() - there:
