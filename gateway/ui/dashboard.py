@@ -443,16 +443,17 @@ class Dashboard:
     # -- one group, one trajectory -----------------------------------------------------------
 
     async def group(self, channel: str, prompt_uid: str, step: int | None) -> dict[str, Any]:
-        """Its rollouts side by side and the tree of their prefixes: as the pool has it, or as an
-        optimizer step was trained on it."""
+        """Its rollouts side by side and the tree of their prefixes: as an optimizer step was
+        trained on it, if one is named whose sample is kept; else as the pool has it, or the
+        archive."""
         folder, named = self._folder, dict[str, Any](prompt_uid=prompt_uid)
         if step is not None and folder is not None:
             trained = await asyncio.to_thread(folder.group, prompt_uid, step)
             about = await asyncio.to_thread(folder.about, step) or {"trajectories": []}
             rows = [row for row in about["trajectories"] if row["prompt_uid"] == prompt_uid]
-            return {"group": None, "trajectories": rows, "step": step} | await self._side_by_side(
-                trained
-            )
+            if rows:
+                both = await self._side_by_side(trained)
+                return {"group": None, "trajectories": rows, "step": step} | both
         page = await self.ask(self.pool.list_groups(channel, None, 1, **named))
         if not page.items:
             return await self._archived_group(channel, prompt_uid)
@@ -512,8 +513,8 @@ class Dashboard:
     async def trajectory(
         self, channel: str | None, trajectory_uid: str, step: int | None
     ) -> dict[str, Any]:
-        """A trajectory: of the pool, if it is there and no optimizer step is named; else as one was
-        trained on it."""
+        """A trajectory: as an optimizer step was trained on it, if one is named whose sample is
+        kept; else of the pool, a sample, or the archive."""
         found = await self._find(channel, trajectory_uid, step)
         whole, row = found.trajectory, None
         tree = await asyncio.to_thread(shown, whole, found.columns, self._decode)
@@ -581,20 +582,18 @@ class Dashboard:
         return await asyncio.to_thread(read)
 
     async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
-        located: Located | None = None
-        statistics = await self.ask(self.pool.get_statistics()) if step is None else {}
-        if step is None:
-            channels = [channel] if channel in statistics else statistics
-            located = await self.ask(locate(uid, self.pool, channels, self._archive))
-            if located is not None and located.is_live:
-                return _Found(located.exported.trajectory, None, located.channel, None)
-            if located is None or located.row is None:
-                await self._refuse_deleted(uid)
+        if step is not None and (found := await self._trained(uid, step)) is not None:
+            return found
+        statistics = await self.ask(self.pool.get_statistics())
+        channels = [channel] if channel in statistics else statistics
+        located: Located | None = await self.ask(locate(uid, self.pool, channels, self._archive))
+        if located is not None and located.is_live:
+            return _Found(located.exported.trajectory, None, located.channel, None)
+        if located is None or located.row is None:
+            await self._refuse_deleted(uid)
         row = None if located is None or located.row is None else _told(located.row)
-        if self._folder is not None:
-            trained = await asyncio.to_thread(self._folder.trained, uid, step)
-            if trained is not None:
-                return _Found(trained[1].trajectory, trained[1].columns, None, trained[0], row)
+        if (found := await self._trained(uid, None, row)) is not None:
+            return found
         if located is not None:
             return _Found(located.exported.trajectory, None, located.channel, None, row)
         if (why := await self.ask(why_closed(uid, self.pool, statistics))) is not None:
@@ -608,6 +607,17 @@ class Dashboard:
             + "; look for the beginning of it under Archive",
             "trajectory_uid",
         )
+
+    async def _trained(
+        self, uid: str, step: int | None, row: dict[str, Any] | None = None
+    ) -> _Found | None:
+        """A trajectory of the sample of an optimizer step, or of the last one that has it."""
+        if self._folder is None:
+            return None
+        trained = await asyncio.to_thread(self._folder.trained, uid, step)
+        if trained is None:
+            return None
+        return _Found(trained[1].trajectory, trained[1].columns, None, trained[0], row)
 
     # -- the archive -------------------------------------------------------------------------
 

@@ -419,6 +419,21 @@ async def test_what_a_step_was_trained_on_is_shown_with_the_trainers_columns(
     assert (await http.get("batch", params={"step": 99})).status_code == 404
 
 
+async def test_what_no_sample_is_kept_of_is_shown_as_the_pool_has_it(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    """A link to what a step was trained on outlives the step's file."""
+    sample = (await ok(http, "batch", step=12))["sample"]
+    first = sample["trajectories"][0]
+    (shown.run_dir / "trained" / f"{12:012d}.jsonl").unlink()
+    group = await ok(http, "group", prompt_uid=first["prompt_uid"], step=12)
+    assert (group["step"], len(group["trajectories"])) == (None, len(sample["trajectories"]))
+    named = {"trajectory_uid": first["trajectory_uid"], "step": 12}
+    told = await ok(http, "trajectory", **named)
+    assert (told["step"], told["row"]["state"]) == (None, "complete")
+    assert (await ok(http, "tokens", **named, index=0))["ids"]
+
+
 async def test_curves_hold_every_evaluation_and_the_lag_of_the_last_steps(
     shown: Demo, http: httpx.AsyncClient
 ) -> None:
