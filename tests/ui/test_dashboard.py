@@ -745,3 +745,6 @@ def test_metrics_are_read_as_they_grow_and_a_step_that_was_done_again_counts_onc
     path.unlink()
     path.write_bytes(sealed(b'{"step": 1, "loss": 7}'))
     assert folder.series(["loss"])["loss"] == [7]
+    # Of another start, and longer; a file system gives the number of a removed file again.
+    path.write_bytes(b"".join(sealed(b'{"step": %d, "loss": 10}' % n) for n in range(1, 4)))
+    assert folder.series(["loss"])["loss"] == [10, 10, 10]
