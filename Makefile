@@ -92,7 +92,7 @@ test-ui: install
 
 #   make check-ui  types of the dashboard's modules, and what they do with hostile text (needs Node; its users do not)
 check-ui:
-	node --experimental-default-type=module --test tests/ui/shown.test.mjs
+	node --experimental-default-type=module --test tests/ui/shown.test.mjs tests/ui/pages.test.mjs
 	npx --yes --package typescript@5.9.3 tsc --project gateway/ui/static
 
 #   make docs   the pages as a site, in build/site

@@ -19,7 +19,8 @@ Unknown is null, never 0: `log_probs` is null as a whole unless all responses of
 theirs, so 0 stands only where nothing was sampled; if some have, they are in `steps[].log_probs`.
 `images` has the row's pictures in the order of their placeholders, as bytes or as paths from the
 file's folder. What has no fixed type is text: JSON, with bytes and arrays as
-`{"__stepwell__": kind, "value": …}` (base64; of arrays the `.npy` format). Nothing is pickled.
+`{"__stepwell__": kind, "value": …}` (base64; of arrays the `.npy` format), and so a mapping that
+has integers or this very key among its keys (a list of its items). Nothing is pickled.
 
 `schema()` names and types the columns of both formats. `steps` is the table of the row's steps with
 everything a Step has, and the only thing that reading back looks at, beside `input_ids`,
@@ -143,7 +144,8 @@ def provenance(source: str) -> dict[str, Any]:
 
 # -- values of no fixed type -------------------------------------------------------------------
 
-_TAG = "__stepwell__"
+TAG = "__stepwell__"
+"""Key of a value that JSON has no word for."""
 
 
 def dumps(value: Any, what: str) -> str | None:
@@ -153,8 +155,11 @@ def dumps(value: Any, what: str) -> str | None:
         ExportError: it holds something that cannot be carried, or itself.
     """
     try:
+        if value is None:
+            return None
+        carried = value if _is_carried(value) else _as_items(value)
         # ASCII, so that a lone surrogate in an agent's text cannot break the file's UTF-8.
-        return None if value is None else json.dumps(value, separators=(",", ":"), default=_tagged)
+        return json.dumps(carried, separators=(",", ":"), default=_tagged)
     except (TypeError, ValueError, RecursionError) as e:
         raise ExportError(
             f"{what} is {value!r:.120}, which no file can carry ({e}); use JSON values, bytes or "
@@ -162,15 +167,38 @@ def dumps(value: Any, what: str) -> str | None:
         ) from e
 
 
+def _is_carried(value: Any) -> bool:
+    """False if JSON, or `loads`, would make another mapping of one."""
+    if isinstance(value, dict):
+        return TAG not in value and all(
+            type(key) is str and _is_carried(item) for key, item in value.items()
+        )
+    return not isinstance(value, list | tuple) or all(map(_is_carried, value))
+
+
+def _as_items(value: Any) -> Any:
+    """The value with each mapping of which JSON, or `loads`, would make another one as its items:
+    agents write what keys they like."""
+    if isinstance(value, list | tuple):
+        return [*map(_as_items, value)]
+    if not isinstance(value, dict):
+        return value
+    items = {key: _as_items(item) for key, item in value.items()}
+    is_ours = all(isinstance(key, str | int) for key in value)
+    if is_ours and (TAG in value or not all(isinstance(key, str) for key in value)):
+        return {TAG: "mapping", "value": [*items.items()]}
+    return items
+
+
 def _tagged(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, bytes | bytearray):
-        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+        return {TAG: "bytes", "value": base64.b64encode(value).decode()}
     if type(value) is np.ndarray:
         buffer = io.BytesIO()
         np.lib.format.write_array(buffer, value, allow_pickle=False)
-        return {_TAG: "ndarray", "value": base64.b64encode(buffer.getbuffer()).decode()}
+        return {TAG: "ndarray", "value": base64.b64encode(buffer.getbuffer()).decode()}
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not supported")
 
 
@@ -180,10 +208,12 @@ def loads(text: str | None) -> Any:
 
 
 def _untagged(found: dict[str, Any]) -> Any:
-    if _TAG not in found:
+    if TAG not in found:
         return found
+    if found[TAG] == "mapping":
+        return dict(found["value"])
     data = base64.b64decode(found["value"])
-    if found[_TAG] == "bytes":
+    if found[TAG] == "bytes":
         return data
     return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 

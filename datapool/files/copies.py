@@ -257,8 +257,15 @@ def _without(row: dict[str, Any], line: bytes, gone: Collection[str]) -> bytes:
     """A line without trajectories; the first of a file in `trained/` lists them."""
     if "trajectory_uid" in row:
         return b"" if row["trajectory_uid"] in gone else line
-    listed = row["trajectories"]
-    row["trajectories"] = [each for each in listed if each["trajectory_uid"] not in gone]
+    kept, removed = [], set()
+    for each in row["trajectories"]:
+        if each["trajectory_uid"] in gone:
+            removed.add(each["prompt_uid"])
+        else:
+            kept.append(each)
+    row["trajectories"] = kept
+    if "rewards" in row:  # of a group's trajectories, whichever they are
+        row["rewards"] = {k: v for k, v in row["rewards"].items() if k not in removed}
     del row["digest"]
     return sealed(orjson.dumps(row))
 

@@ -115,6 +115,8 @@ def alerts(tick: Mapping[str, Any]) -> Iterator[Alert]:
     """Yield an alert for each thing that is wrong in one tick (`live.py`). Of a run that is over,
     only what its last step was wrong with."""
     metrics = tick.get("metrics") or {}
+    if (why := tick.get("metrics_error")) is not None:
+        yield Alert("metrics", "error", "The trainer's figures cannot be read", why, "batches")
     if tick.get("is_over"):
         yield from _numbers(metrics)
         return

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -36,8 +37,12 @@ class Comparison:
         """Folders that have metrics; those that a trainer wrote to last come first."""
         found = []
         for path in self.folder.parent.iterdir():
-            if not path.is_symlink() and (path / METRICS).is_file():
-                found.append(((path / METRICS).stat().st_mtime, path.name))
+            try:
+                status = (path / METRICS).stat()
+            except OSError:  # none, or a folder of somebody else, as lost+found
+                continue
+            if stat.S_ISREG(status.st_mode) and not path.is_symlink():
+                found.append((status.st_mtime, path.name))
         return [name for _, name in sorted(found, reverse=True)[:MOST_LISTED]]
 
     def curves(self, names: Sequence[str], keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -54,14 +59,18 @@ class Comparison:
         ]
 
     def keys(self, names: Sequence[str]) -> list[str]:
-        """Figures that the last record of one of these runs has."""
+        """Figures that the last record of one of these runs has, or its last one of an
+        evaluation."""
         last = [rows[-1] for rows in self._rows(names).values() if rows]
+        for name in dict.fromkeys(names):
+            run = self._runs[name]
+            last += run.records(run.evaluated()[-1:])
         return sorted({k for row in last for k, v in row.items() if isinstance(v, int | float)})
 
     def as_csv(self, names: Sequence[str], keys: Sequence[str]) -> str:
         """A row for each optimizer step of each run."""
         text = io.StringIO()
-        columns = [*AXES, *(key for key in keys if key not in AXES)]
+        columns = list(dict.fromkeys((*AXES, *keys)))
         out = csv.writer(text)
         out.writerow(["run", *map(_cell, columns)])
         for name, rows in self._rows(names).items():

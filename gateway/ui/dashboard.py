@@ -26,6 +26,7 @@ import orjson
 from stepwell.datapool.branches import parents
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import (
+    DamagedFileError,
     DataPoolError,
     InvalidRequestError,
     SelectionError,
@@ -225,9 +226,13 @@ class Dashboard:
         except DataPoolError as e:
             said["pool_error"] = str(e)
         if self._folder is not None:
-            steps = await asyncio.to_thread(self._folder.steps)
-            last = await asyncio.to_thread(self._folder.records, steps[-1:])
-            said |= {"metrics": last[0] if last else None, "optimizer_steps": len(steps)}
+            try:
+                steps = await asyncio.to_thread(self._folder.steps)
+                last = await asyncio.to_thread(self._folder.records, steps[-1:])
+            except DamagedFileError as e:  # of gateway and pool the pages are told all the same
+                said["metrics_error"] = str(e)
+            else:
+                said |= {"metrics": last[0] if last else None, "optimizer_steps": len(steps)}
             said["metrics_age_s"] = await asyncio.to_thread(self._folder.metrics_age_s)
         said["alerts"] = self._recent.dated(alerts(said), said["at"])
         return as_json(said)
@@ -238,13 +243,15 @@ class Dashboard:
             return {"series": {}, "keys": [], "lag": []}
         folder = self._folder
         last = await asyncio.to_thread(lambda: folder.records(folder.steps()[-LAST_RECORDS:]))
+        judged = await asyncio.to_thread(lambda: folder.records(folder.evaluated()[-1:]))
         lag: dict[str, float] = {}
         for record in last:
             for metric, n in record.items():
                 if metric.startswith("off_policy/lag_") and metric.endswith("/tokens"):
                     name = metric.split("/")[1].removeprefix("lag_")
                     lag[name] = lag.get(name, 0.0) + (n or 0.0)
-        numeric = {k for r in last for k, v in r.items() if isinstance(v, int | float)}
+        both = (*last, *judged)
+        numeric = {k for r in both for k, v in r.items() if isinstance(v, int | float)}
         return {
             "series": await asyncio.to_thread(folder.series, key),
             "keys": sorted(numeric),
@@ -436,16 +443,17 @@ class Dashboard:
     # -- one group, one trajectory -----------------------------------------------------------
 
     async def group(self, channel: str, prompt_uid: str, step: int | None) -> dict[str, Any]:
-        """Its rollouts side by side and the tree of their prefixes: as the pool has it, or as an
-        optimizer step was trained on it."""
+        """Its rollouts side by side and the tree of their prefixes: as an optimizer step was
+        trained on it, if one is named whose sample is kept; else as the pool has it, or the
+        archive."""
         folder, named = self._folder, dict[str, Any](prompt_uid=prompt_uid)
         if step is not None and folder is not None:
             trained = await asyncio.to_thread(folder.group, prompt_uid, step)
             about = await asyncio.to_thread(folder.about, step) or {"trajectories": []}
             rows = [row for row in about["trajectories"] if row["prompt_uid"] == prompt_uid]
-            return {"group": None, "trajectories": rows, "step": step} | await self._side_by_side(
-                trained
-            )
+            if rows:
+                both = await self._side_by_side(trained)
+                return {"group": None, "trajectories": rows, "step": step} | both
         page = await self.ask(self.pool.list_groups(channel, None, 1, **named))
         if not page.items:
             return await self._archived_group(channel, prompt_uid)
@@ -461,8 +469,8 @@ class Dashboard:
 
         def read() -> tuple[list[dict[str, Any]], list[Trajectory]]:
             with _reader(self._archive) as archive:
-                rows = archive.group(prompt_uid)
-                whole = [archive.read(row["uid"]) for row in rows[:MOST_SHOWN] if not row["part"]]
+                rows = _each_once(archive.group(prompt_uid))
+                whole = [archive.read(row["uid"]) for row in rows[:MOST_SHOWN]]
             return rows, [each.trajectory for each in whole if each is not None]
 
         rows, whole = await asyncio.to_thread(read) if self._archive is not None else ([], [])
@@ -505,8 +513,8 @@ class Dashboard:
     async def trajectory(
         self, channel: str | None, trajectory_uid: str, step: int | None
     ) -> dict[str, Any]:
-        """A trajectory: of the pool, if it is there and no optimizer step is named; else as one was
-        trained on it."""
+        """A trajectory: as an optimizer step was trained on it, if one is named whose sample is
+        kept; else of the pool, a sample, or the archive."""
         found = await self._find(channel, trajectory_uid, step)
         whole, row = found.trajectory, None
         tree = await asyncio.to_thread(shown, whole, found.columns, self._decode)
@@ -574,20 +582,18 @@ class Dashboard:
         return await asyncio.to_thread(read)
 
     async def _find(self, channel: str | None, uid: str, step: int | None) -> _Found:
-        located: Located | None = None
-        statistics = await self.ask(self.pool.get_statistics()) if step is None else {}
-        if step is None:
-            channels = [channel] if channel in statistics else statistics
-            located = await self.ask(locate(uid, self.pool, channels, self._archive))
-            if located is not None and located.is_live:
-                return _Found(located.exported.trajectory, None, located.channel, None)
-            if located is None or located.row is None:
-                await self._refuse_deleted(uid)
+        if step is not None and (found := await self._trained(uid, step)) is not None:
+            return found
+        statistics = await self.ask(self.pool.get_statistics())
+        channels = [channel] if channel in statistics else statistics
+        located: Located | None = await self.ask(locate(uid, self.pool, channels, self._archive))
+        if located is not None and located.is_live:
+            return _Found(located.exported.trajectory, None, located.channel, None)
+        if located is None or located.row is None:
+            await self._refuse_deleted(uid)
         row = None if located is None or located.row is None else _told(located.row)
-        if self._folder is not None:
-            trained = await asyncio.to_thread(self._folder.trained, uid, step)
-            if trained is not None:
-                return _Found(trained[1].trajectory, trained[1].columns, None, trained[0], row)
+        if (found := await self._trained(uid, None, row)) is not None:
+            return found
         if located is not None:
             return _Found(located.exported.trajectory, None, located.channel, None, row)
         if (why := await self.ask(why_closed(uid, self.pool, statistics))) is not None:
@@ -601,6 +607,17 @@ class Dashboard:
             + "; look for the beginning of it under Archive",
             "trajectory_uid",
         )
+
+    async def _trained(
+        self, uid: str, step: int | None, row: dict[str, Any] | None = None
+    ) -> _Found | None:
+        """A trajectory of the sample of an optimizer step, or of the last one that has it."""
+        if self._folder is None:
+            return None
+        trained = await asyncio.to_thread(self._folder.trained, uid, step)
+        if trained is None:
+            return None
+        return _Found(trained[1].trajectory, trained[1].columns, None, trained[0], row)
 
     # -- the archive -------------------------------------------------------------------------
 
@@ -631,23 +648,25 @@ class Dashboard:
         return await self._of_archive(read)
 
     async def prompts(
-        self, which: str | None, order: str | None, ascending: str | None, cursor: int | None
+        self, which: str | None, order: str | None, ascending: str | None, cursor: str | None
     ) -> dict[str, Any]:
         """Prompts with the rewards of all their tries, page by page; `which`: `never` or `always`
         rewarded."""
-        before = max(cursor or 0, 0)
 
         def read() -> dict[str, Any]:
+            from stepwell.datapool.files.archive.reader import prompt_cursor
+
+            way = dict[str, Any](order=order or "time", descending=not ascending)
             with _reader(self._archive) as archive:
                 rows = archive.prompts(
                     never_rewarded=which == "never",
                     always=which == "always",
-                    order=order or "time",
-                    descending=not ascending,
-                    limit=before + PAGE + 1,
+                    cursor=cursor,
+                    limit=PAGE + 1,
+                    **way,
                 )
-            more = len(rows) > before + PAGE
-            return {"items": rows[before:][:PAGE], "cursor": before + PAGE if more else None}
+            items, more = rows[:PAGE], len(rows) > PAGE
+            return {"items": items, "cursor": prompt_cursor(items[-1], **way) if more else None}
 
         return await self._of_archive(read)
 
@@ -809,6 +828,13 @@ def _in_order(
     return [*sorted(known, key=value, reverse=descending), *rest]
 
 
+def _each_once(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The trajectories of a group of the archive; or, where they are no longer kept themselves,
+    those of which a step that came late is."""
+    own = [row for row in rows if not row["part"]]
+    return own or list({row["uid"]: row for row in rows}.values())
+
+
 def _as_listed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the archive with the names that the pool's listings have."""
     return [
@@ -820,7 +846,6 @@ def _as_listed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "newest_version": row["version"],
         }
         for row in rows
-        if not row["part"]
     ]
 
 
@@ -849,8 +874,22 @@ def _least(lag: str) -> float:
 
 
 def as_json(value: Any) -> bytes:
-    """JSON of rows, marks and figures."""
-    return orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+    """JSON of rows, marks and figures. Integers that a browser would round are texts: of more than
+    53 bits, as seeds are."""
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(value, _plain, option | orjson.OPT_STRICT_INTEGER)
+    except TypeError:
+        return orjson.dumps(_exact(orjson.loads(orjson.dumps(value, _plain, option))))
+
+
+def _exact(value: Any) -> Any:
+    """JSON values with each integer that a double cannot hold as its text."""
+    if isinstance(value, dict):
+        return {key: _exact(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_exact, value)]
+    return str(value) if isinstance(value, int) and abs(value) >= 1 << 53 else value
 
 
 def _plain(value: Any) -> Any:

@@ -324,7 +324,7 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
         Dashboard.archive, query=_text, search=_text, order=_text, ascending=_text, cursor=_text
     ),
     "prompts": _question(
-        Dashboard.prompts, which=_text, order=_text, ascending=_text, cursor=_number
+        Dashboard.prompts, which=_text, order=_text, ascending=_text, cursor=_text
     ),
     "picture": _picture,
     "find": _question(Dashboard.find, uid=_needed),

@@ -13,6 +13,7 @@ Every method reads files; call it in a thread. Owns no file.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from stepwell.datapool.types import Trajectory
 METRICS: Final = "metrics.jsonl"
 RUN: Final = "run.json"
 MAX_POINTS: Final = 600
+HEAD_BYTES: Final = 1024
+"""First bytes of the metrics, by which a file of another start is told."""
 
 
 class RunFolder:
@@ -47,6 +50,8 @@ class RunFolder:
         """Steps whose record has figures of an evaluation."""
         self._read_to = 0
         self._inode = 0
+        self._head = b""
+        """Its first bytes."""
         self._lock = threading.Lock()
 
     # -- metrics -----------------------------------------------------------------------------
@@ -56,6 +61,12 @@ class RunFolder:
         with self._lock:
             self._refresh()
             return sorted(self._places)
+
+    def evaluated(self) -> list[int]:
+        """The optimizer steps whose record has figures of an evaluation, in order."""
+        with self._lock:
+            self._refresh()
+            return sorted(self._evaluated)
 
     def metrics_age_s(self) -> float | None:
         """Seconds since a trainer wrote its last record; None: there is none."""
@@ -95,10 +106,12 @@ class RunFolder:
         """Read what was appended. The file of a run that began anew is another one."""
         try:
             with (self.path / METRICS).open("rb") as file:
-                status = (self.path / METRICS).stat()
-                if status.st_ino != self._inode or status.st_size < self._read_to:
+                status, head = os.fstat(file.fileno()), file.read(HEAD_BYTES)
+                # A new file may have the number of the old one.
+                is_same = status.st_ino == self._inode and head.startswith(self._head)
+                if not is_same or status.st_size < self._read_to:
                     self._places, self._evaluated, self._read_to = {}, set(), 0
-                    self._inode = status.st_ino
+                self._inode, self._head = status.st_ino, head
                 file.seek(self._read_to)
                 for line in file:
                     if not line.endswith(b"\n"):

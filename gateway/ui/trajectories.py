@@ -64,7 +64,8 @@ def shown(
             row[name] = None if columns is None else _mean(columns[i].get(name))
         if left > 0:
             row["messages"] = said(step, known, decode)
-            left -= len(orjson.dumps(row["messages"], default=repr))
+            n_bytes = len(orjson.dumps(row["messages"], repr, orjson.OPT_NON_STR_KEYS))
+            left -= n_bytes
         rows.append(row)
     paths = [[steps[i].step_index for i in path] for path in branches(steps)]
     return {"steps": rows, "branches": paths}

@@ -195,7 +195,7 @@ def try_screen(tried: Tried) -> RenderableType:
     if tried.opened is not None:
         lines += [trajectory_screen(tried.opened), ""]
     if tried.ended != "complete":
-        lines.append(Text(f"failed: {tried.ended}", "red"))
+        lines.append(Text(f"failed: {safe(tried.ended)}", "red"))
         said = last_lines(tried.log) if tried.log.is_file() else ""
         lines += [Text(safe(line), "dim") for line in said.splitlines()]
     lines.append(Text(f"log: {tried.log}", no_wrap=True, overflow="ignore"))

@@ -104,10 +104,10 @@ def _trained(folder: Path) -> Iterator[Conversation]:
     for step in trained_steps(folder):
         at = trained_path(folder, step).stat().st_mtime
         for each in read_trained(folder, step):
-            yield _conversation(each.trajectory, at)
+            yield _conversation(each.trajectory, each.user, at)
 
 
-def _conversation(trajectory: Trajectory, at: float) -> Conversation:
+def _conversation(trajectory: Trajectory, user: str | None, at: float) -> Conversation:
     packed: list[TimedStep] = []
     steps = trajectory.steps
     for step, parent in zip(steps, parents(steps), strict=True):
@@ -124,6 +124,7 @@ def _conversation(trajectory: Trajectory, at: float) -> Conversation:
         left="acked",
         steps=packed,
         metadata=trajectory.metadata,
+        group_metadata={} if user is None else {"user": user},
         opened_at=at,
         closed_at=at,
         left_at=at,
@@ -176,7 +177,7 @@ def _told(row: Mapping[str, Any], at: float) -> Conversation:
         metadata={"messages": messages},
     )
     about = ("answer", "step", "advantage", "reward_extra_info")
-    task = {name: row.get(name) for name in ("data_source", "instance_id")}
+    task = {name: row.get(name) for name in ("data_source", "instance_id", "user")}
     return Conversation(
         TRAIN,
         prompt_uid,

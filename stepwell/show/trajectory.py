@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import orjson
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -29,7 +28,7 @@ from rich.text import Text
 from stepwell.datapool.files.archive.lookup import locate, why_closed
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate
 from stepwell.datapool.files.archive.unarchived import begun, of_group
-from stepwell.datapool.files.columns import Row, to_rows
+from stepwell.datapool.files.columns import Row, loads, to_rows
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TRAINED as FOLDER
 from stepwell.datapool.files.trained import with_rewards
@@ -412,7 +411,9 @@ def _tokenizer(view: RunView) -> Tokens | None:
 
 def trajectory_screen(opened: Opened) -> RenderableType:
     rows, tokens, trained, archived = opened
-    head, marks = rows[0], rows[0]["marks"]
+    names = ("trajectory_uid", "prompt_uid", "channel", "state", "group_state", "reason", "reward")
+    head, marks = all_safe({name: rows[0][name] for name in names}), rows[0]["marks"]
+    archived = all_safe(archived)
     steps = _steps(rows)
     n_masked = sum(sum(row["loss_mask"]) for row in rows)
     is_trained = trained is not None
@@ -440,12 +441,12 @@ def trajectory_screen(opened: Opened) -> RenderableType:
         said += [f"{k} {v:+.3f}" for k, v in trained.items() if k != "step" and v is not None]
         lines.append(Text(" · ".join(said), "cyan"))
     if archived is not None:
-        lines.append(Text(fate(all_safe(archived)), "red" if archived["drop_reason"] else "cyan"))
+        lines.append(Text(fate(archived), "red" if archived["drop_reason"] else "cyan"))
         for late in archived["feedback"]:
             told = f"reward {late['reward']:g} came too late: {late['why']}"
             lines.append(Text(told, "yellow"))
     if marks is not None:
-        lines.append(Text(f"marks {marks}", "yellow"))
+        lines.append(Text(safe(f"marks {marks}"), "yellow"))
     if len(rows) > 1:
         lines += ["", *_tree(rows)]
     if tokens is None:
@@ -529,8 +530,8 @@ def _tree(rows: Sequence[Row]) -> Iterator[Text]:
 
 def _cause(step: Mapping[str, Any]) -> str | None:
     """Why it begins a branch, as the gateway said in its metadata."""
-    cause = orjson.loads(step["metadata"]).get("branch")
-    return None if cause is None else str(cause)
+    cause = loads(step["metadata"]).get("branch")
+    return None if cause is None else safe(str(cause))
 
 
 def _texts(ids: Iterable[int], tokens: Tokens | None) -> Iterator[str]:

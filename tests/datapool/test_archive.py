@@ -17,16 +17,24 @@ import pytest
 from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig, PoolConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, InvalidRequestError
-from stepwell.datapool.files.archive import archiver, catalogue
+from stepwell.datapool.files.archive import archiver, catalogue, parquet
 from stepwell.datapool.files.archive import reader as reader_module
 from stepwell.datapool.files.archive.archiver import Archive, archive_stopped, archive_waiting
 from stepwell.datapool.files.archive.catalogue import Catalogue, match_of
 from stepwell.datapool.files.archive.folder import ArchiveFolder
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.lookup import locate, why_closed
-from stepwell.datapool.files.archive.reader import ArchiveReader, fate, parse, waiting
+from stepwell.datapool.files.archive.reader import (
+    ArchiveReader,
+    fate,
+    parse,
+    prompt_cursor,
+    waiting,
+)
 from stepwell.datapool.files.archive.unarchived import begun
 from stepwell.datapool.files.deletion import delete_from_journals
+from stepwell.datapool.files.export import write
+from stepwell.datapool.files.transfer import import_channel
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ListDeparted, ReadDeparted
 from stepwell.datapool.remote.client import DataPoolClient
@@ -143,7 +151,9 @@ def test_a_trained_trajectory_comes_back_exactly(run):
         assert np.array_equal(step.rollout_log_probs, archived.rollout_log_probs)
         assert step.metadata == archived.metadata
         assert step.policy_version == archived.policy_version
-    assert (found.state, found.outcome, found.trajectory.attempt) == ("complete", 1.0, 2)
+    assert (found.state, found.trajectory.attempt) == ("complete", 2)
+    assert [s.reward for s in found.trajectory.steps] == [0.25, 1.0], "as a consumer got them"
+    assert (found.outcome, found.trajectory.steps[-1].is_last) == (None, True)
     assert found.trajectory.metadata == {"user": "ada"}
     assert found.marks["note"] == "well done"
     (row,) = run.reader.find("t")
@@ -190,6 +200,23 @@ def test_what_came_late_is_found_with_its_trajectory(run):
     assert [s.metadata["messages"][1]["content"] for s in steps] == ["It is 4.", "It is 6."]
     (late,) = run.reader.feedback("t")
     assert (late["reward"], late["why"]) == (0.5, "its group was trained")
+
+
+async def test_what_is_written_of_the_archive_is_imported_with_its_rewards(tmp_path):
+    run = Archived(tmp_path)
+    run.train("t", reward=0.25)
+    run.turn("u", "2+2?", "4", reward=0.5)
+    run.train("u", "And 3+3?", "It is 6.", reward=1.0)
+    run.train("late")
+    run.turn("late", "And 4+4?", "It is 8.")
+    await asyncio.to_thread(run.archive)
+    write(tmp_path / "x.parquet", run.reader.read_all())
+    async with DataPoolClient.local() as pool:
+        done = await import_channel(pool, tmp_path / "x.parquet", "again")
+        rows = (await pool.list_trajectories("again")).items
+    assert (done.n_trajectories, done.n_steps) == (3, 5)
+    assert {row.trajectory_uid: row.reward for row in rows} == {"t": 0.25, "u": 1.5, "late": 1.0}
+    run.pool.journal.close()
 
 
 def test_the_beginning_of_a_uid_finds_it(run):
@@ -333,6 +360,66 @@ def test_a_group_that_nobody_can_read_holds_nothing_up(run, monkeypatch, caplog)
     assert "no such prompt" in caplog.text
 
 
+def test_a_group_that_no_file_can_hold_holds_nothing_up(run, caplog):
+    run.train("t")
+    run.pool("apply", OpenTrajectory("bad", "p-bad", 2**31))
+    run.train("bad")
+    run.train("u")
+    run.pool("set_reward", "u", 0.5)
+    run.pool("set_reward", "u", 0.25, 2**31)
+    while run.archive():
+        pass
+    assert {row["uid"] for row in run.reader.rows().items} == {"t", "u"}
+    assert [row["reward"] for row in run.reader.feedback("u")] == [0.5]
+    assert run.pool.pool.backlog["waiting"] == 0
+    assert run.pool.pool.backlog["unarchived"] == 2
+    assert "no file can hold it" in caplog.text
+
+
+def test_a_run_that_starts_over_lists_what_its_own_trajectory_was(tmp_path):
+    """An agent that names its trajectories gives the same names again."""
+    for k, asked in enumerate(("first", "second")):
+        run = Archived(tmp_path / f"{k}", archive=ArchiveConfig(dir=tmp_path / "archive"))
+        run.pool.now = 1000.0 * (1 + k)
+        run.train("t", asked, reward=float(k))
+        run.train(f"only {asked}", "other")
+        run.archive()
+        run.pool.journal.close()
+    reader = ArchiveReader(tmp_path / "archive")
+    for _ in range(2):
+        (row,) = reader.find("t")
+        assert (row["first"], row["reward"], row["time"]) == ("second", 1.0, 2000.0)
+        assert reader.read("t").trajectory.reward == 1.0
+        assert reader.rows(search="first").items == []
+        assert len(reader.rows(search="second").items) == 1
+        assert {each["tries"] for each in reader.prompts()} == {1, 2}
+        reader.folder.remove_catalogue(0)  # it is made of the same files, in any order
+        assert reader.check() == []
+
+
+ODD = {
+    "__stepwell__": "bytes",
+    "value": "no base64",
+    "more": [{"__stepwell__": "ndarray"}, {0: "zero", 1: {2: "two"}}],
+}
+
+
+def test_metadata_of_any_keys_comes_back_exactly(run):
+    run.pool("apply", OpenGroup("p-t", 1, metadata=ODD))
+    run.pool("apply", OpenTrajectory("t", "p-t", 0, ODD | {"user": "ada"}))
+    said = [{"role": "user", "content": "Hello?", **ODD}]
+    step = step_of("t", "p-t", metadata={"messages": said, **ODD})
+    run.pool("submit_step", step)
+    run.pool("complete_trajectory", "t", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    found = run.reader.read("t")
+    assert found.trajectory.metadata == ODD | {"user": "ada"}
+    assert found.group_metadata == ODD
+    assert found.trajectory.steps[0].metadata == step.metadata
+    assert [row["uid"] for row in run.reader.rows(search="Hello").items] == ["t"]
+
+
 def test_the_pool_is_asked_for_a_little_at_a_time(run, monkeypatch):
     """A long call to the pool is one in which nobody else is answered."""
     monkeypatch.setattr(archiver, "TURN_BYTES", 1000)
@@ -421,13 +508,41 @@ def test_small_files_are_merged_and_nothing_is_lost(run, monkeypatch):
     run.with_archive(lambda archive: archive.merge())
     assert len(run.files()) == 1
     assert [row["uid"] for row in run.reader.rows().items] == [f"t{i}" for i in range(5, -1, -1)]
-    assert [run.reader.read(f"t{i}").outcome for i in range(6)] == [i / 10 for i in range(6)]
+    rewards = [run.reader.read(f"t{i}").trajectory.reward for i in range(6)]
+    assert rewards == [i / 10 for i in range(6)]
     assert run.reader.check() == []
     run.train("last")
     assert run.archive() == 1
 
 
 # -- bounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed_in", ["add", "replace_file"])
+def test_a_merge_that_was_killed_leaves_no_row_twice(run, monkeypatch, killed_in):
+    monkeypatch.setattr(archiver, "MERGED", 3)
+    for i in range(6):
+        run.train(f"t{i}")
+        run.pool("set_reward", f"t{i}", 0.5)
+        run.archive()
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalogue, killed_in, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.with_archive(lambda archive: archive.merge())
+    run.with_archive(lambda archive: archive.reconcile())
+    run.with_archive(lambda archive: archive.merge())
+    archived = [uid for path in run.files() for uid in rows_in(path)]
+    assert sorted(archived) == [f"t{i}" for i in range(6)]
+    feedback = (run.path / "archive" / "feedback").iterdir()
+    assert sorted(uid for path in feedback for uid in rows_in(path)) == sorted(archived)
+    assert run.reader.read("t0").trajectory.reward == 1.0
+    assert len(run.reader.feedback("t0")) == 1
+    assert run.reader.check() == []
+
+
+def rows_in(path: Path) -> list[str]:
+    """Trajectories of the rows of a file."""
+    return parquet.read_table(path, ["trajectory_uid"])[0].to_pylist()
 
 
 def test_what_is_too_old_goes_with_its_file(tmp_path):
@@ -926,6 +1041,15 @@ def test_a_query_that_sqlite_cannot_answer_is_refused(many, text):
         many.rows(parse(text))
 
 
+def test_a_time_that_no_clock_has_is_refused(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "EST5")
+        time.tzset()
+        with pytest.raises(InvalidRequestError, match="no time such as"):
+            parse("time < '9999-12-31 23:59'")
+    time.tzset()
+
+
 def test_the_longest_query_is_answered(many):
     assert many.rows(parse("turns<9>" * 240 + "turns")).items
     assert many.rows(parse("uid>'' or " * 190 + "uid>''")).items
@@ -1023,6 +1147,11 @@ def test_each_column_sorts_all_prompts(tmp_path, shards):
             assert known == sorted(known, reverse=descending), order
             assert values == known + [None] * (len(values) - len(known)), order
             assert reader.prompts(**how, limit=3) == rows[:3], order
+            paged, cursor = [], None
+            while page := reader.prompts(**how, cursor=cursor, limit=3):
+                paged += page
+                cursor = prompt_cursor(page[-1], **how)
+            assert paged == rows, order
     with pytest.raises(InvalidRequestError, match="order is 'size'; there are time, tries"):
         reader.prompts(order="size")
 
@@ -1054,7 +1183,7 @@ def test_the_archives_of_all_shards_answer_as_one(tmp_path):
             if (cursor := page.cursor) is None:
                 break
         assert seen == uids, order
-    assert reader.read("t10").outcome == reader.read("t11").outcome == 0.0
+    assert reader.read("t10").trajectory.reward == reader.read("t11").trajectory.reward == 0.0
     assert [row["first"] for row in reader.prompts(never_rewarded=True)] == ["never"]
     assert [row["first"] for row in reader.prompts(always=True)] == ["always"]
     mixed = next(row for row in reader.prompts() if row["first"] == "solved once")
@@ -1089,7 +1218,7 @@ def test_what_waits_can_be_read(run):
     ((one, about),) = waiting(run.pool.pool.apply(ReadDeparted("p-t"), run.pool.now))
     assert (fate(about), about["reward"]) == ("its group was taken by a trainer", 1.0)
     assert one.trajectory.steps[0].metadata["messages"][0]["content"] == "question"
-    assert one.outcome == 1.0
+    assert one.trajectory.reward == 1.0
 
 
 # -- a damaged journal -----------------------------------------------------------------------------

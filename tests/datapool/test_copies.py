@@ -108,6 +108,13 @@ def test_no_copy_has_a_byte_of_it_and_the_others_are_as_they_were(
     assert TrainerCopies(run).delete(kind, value) == []
 
 
+def test_the_rewards_of_a_group_go_with_what_is_deleted_of_it(run: Path) -> None:
+    rewards = {"g": [0.25, 1.0], "h": [0.5], "not in the sample": [0.0]}
+    write_trained(run, 3, {"rewards": rewards}, [trained(*each) for each in OURS], 1 << 20)
+    TrainerCopies(run).delete("user", "eve", with_groups=True)
+    assert read_about(run, 3)["rewards"] == {"g": [0.25, 1.0], "not in the sample": [0.0]}
+
+
 def test_a_writer_that_has_it_leaves_it_out_later(run: Path) -> None:
     TrainerCopies(run).delete("trajectory", "leased")
     with TrainerCopies(run).writing() as deleted:

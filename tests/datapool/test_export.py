@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 
 from stepwell.datapool.errors import DamagedFileError, ExportError
 from stepwell.datapool.files.columns import SCHEMA_VERSION, schema
+from stepwell.datapool.files.deletion import delete_from_export
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.inspect.pages import ExportedTrajectory
+from stepwell.datapool.ops import Delete
 from stepwell.datapool.sealed import sidecar_of
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 from tests.builders import step
@@ -490,6 +492,20 @@ def test_what_no_row_can_carry_is_an_error_that_names_the_step(tmp_path, suffix,
         )
     assert named in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+ODD = {"__stepwell__": "bytes", "value": 5, "more": {0: ["zero", {"__stepwell__": None}]}}
+
+
+@BOTH
+def test_metadata_of_any_keys_comes_back_exactly_and_can_be_deleted(tmp_path, suffix):
+    path = tmp_path / f"x.{suffix}"
+    odd = exported(step([1], [2], metadata=ODD), metadata=ODD | {"user": "eve"}, group_metadata=ODD)
+    write(path, [odd, build_chain("other")])
+    (back, _) = read(path)
+    assert back.trajectory.steps[0].metadata == ODD
+    assert (back.trajectory.metadata, back.group_metadata) == (ODD | {"user": "eve"}, ODD)
+    assert delete_from_export(path, Delete(user="eve")) == [odd.trajectory.trajectory_uid]
 
 
 def test_a_value_that_contains_itself_is_an_error(tmp_path):

@@ -103,7 +103,8 @@ def test_a_query_lists_and_writes_what_passes(run: Path, capsys: Capture, tmp_pa
     assert "--order is relevance, which is of --search TEXT" in refused
     path = tmp_path / "some.parquet"
     told(capsys, "data", "query", "left == 'acked'", run, "--to", path)
-    assert sorted(each.trajectory.trajectory_uid for each in read(path)) == ["t0", "t1", "t2"]
+    rewards = {each.trajectory.trajectory_uid: each.trajectory.reward for each in read(path)}
+    assert rewards == {"t0": 0.0, "t1": 0.0, "t2": 1.0}
     path, last = tmp_path / "last.parquet", ("--order", "uid", "--limit", "2")
     told(capsys, "data", "query", "left == 'acked'", run, *last, "--to", path)
     assert [each.trajectory.trajectory_uid for each in read(path)] == ["t2", "t1"]
@@ -230,6 +231,23 @@ def test_what_a_run_without_an_archive_left_is_imported_once(
     assert reader.check() == []
     told(capsys, "data", "query", "", folder, "--to", tmp_path / "all.parquet")
     assert [t.trajectory.trajectory_uid for t in read(tmp_path / "all.parquet")] == ["kept"]
+
+
+def test_what_is_imported_is_deleted_by_its_user(tmp_path: Path, capsys: Capture) -> None:
+    """Of whom the group's metadata said it was, which is not in the files."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=old"]))
+    JournaledPool(folder / "pool").journal.close()
+    kept = Trajectory("kept", "g", (step_of("kept", "g", 0),))
+    write_trained(folder, 3, {"groups": 1}, [TrainedTrajectory(kept, ({},), "ann")], 1 << 20)
+    row = {"prompt": "2+3?", "response": "It is 6.", "trajectory_uid": "text", "user": "ann"}
+    (folder / "rollouts.jsonl").write_bytes(orjson.dumps(row) + b"\n")
+    told(capsys, "archive", "import", folder)
+    rows = json.loads(told(capsys, "data", "query", "user == 'ann'", folder, "--json"))
+    assert {each["uid"] for each in rows} == {"kept", "text"}
+    told(capsys, "archive", "delete", folder, "--user", "ann")
+    assert json.loads(told(capsys, "data", "query", "", folder, "--json")) == []
 
 
 def test_a_run_that_left_nothing_is_imported_as_an_error(tmp_path: Path, capsys: Capture) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import shutil
 import socket
 import threading
@@ -322,6 +323,27 @@ def test_names_are_shown_as_they_are(tmp_path: Path, capsys: Capture) -> None:
     for text in (screen, said(capsys, "status", str(tmp_path))):
         assert "\x1b[2J" not in text
         assert "\\x1b[2Jgone" in text
+
+
+def test_no_name_of_a_trajectory_moves_the_cursor(tmp_path: Path, capsys: Capture) -> None:
+    names = {"trajectory_uid": "\x1b[2Jt", "prompt_uid": "\x1b]0;p\x07"}
+    ids = {"prompt_ids": [1], "rollout_log_probs": None}
+    steps = [
+        Step(**ids, response_ids=[2], **names, metadata={"branch": "\x1b[31m", "x": math.nan}),
+        Step(**ids, response_ids=[3], **names, step_index=1),
+    ]
+
+    async def fill() -> None:
+        async with DataPoolClient.local(folder=tmp_path / "pool") as pool:
+            await pool.submit_steps(steps)
+            await pool.complete_trajectory(names["trajectory_uid"], 1.0)
+
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+    asyncio.run(fill())
+    screen = said(capsys, "show", names["trajectory_uid"], str(tmp_path))
+    assert "\x1b" not in screen
+    assert "\\x1b[2Jt" in screen
+    assert "group \\x1b]0;p\\x07" in screen
 
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-other\r\n", b"HTTP/1.1 200 OK\r\n\r\n<html>"])

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.ops import AbortTrajectory
 from stepwell.datapool.types import Step
 from stepwell.gateway.ui import dashboard
@@ -90,6 +91,64 @@ async def test_prompts_come_in_pages(
     assert len(seen) > 1
 
 
+async def test_prompts_that_come_meanwhile_neither_double_nor_skip_others(
+    shown: Demo, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await archive_all(shown)
+    every = [row["prompt"] for row in (await ok(http, "prompts"))["items"]]
+    monkeypatch.setattr(dashboard, "PAGE", 1)
+    seen, cursor = [], ""
+    for n in range(len(every)):
+        page = await ok(http, "prompts", cursor=cursor)
+        seen += [row["prompt"] for row in page["items"]]
+        cursor = page["cursor"]
+        await answered(shown, f"new-{n}")
+        await shown.pool.drop_group(f"new-{n}", "enough")
+        await archive_all(shown)
+    assert (seen, cursor) == (every, None)
+    for wrong in ("100", "zz", (await ok(http, "prompts", order="mean"))["cursor"]):
+        refused = await http.get("prompts", params={"cursor": wrong})
+        assert refused.status_code == 400
+        assert "pass that of the page before" in refused.text
+
+
+async def answered(shown: Demo, uid: str) -> None:
+    """A trajectory of a group of its own, with one step."""
+    step = Step(
+        prompt_ids=[1],  # type: ignore[arg-type]
+        response_ids=[2],  # type: ignore[arg-type]
+        trajectory_uid=uid,
+        prompt_uid=uid,
+        metadata={"messages": [{"role": "user", "content": f"question of {uid}"}]},
+    )
+    await shown.pool.submit_steps([step])
+    await shown.pool.complete_trajectory(uid, 1.0)
+
+
+async def test_a_group_of_which_only_what_came_late_is_kept_has_its_page(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    await answered(shown, "late")
+    await shown.pool.drop_group("late", "enough")
+    await archive_all(shown)
+    for index in (1, 2):
+        step = Step(
+            prompt_ids=[1, 2, 3],  # type: ignore[arg-type]
+            response_ids=[4],  # type: ignore[arg-type]
+            trajectory_uid="late",
+            prompt_uid="late",
+            step_index=index,
+        )
+        assert await shown.pool.submit_step(step) == "late"
+        await archive_all(shown)
+    files = sorted((shown.run_dir / "archive" / "trajectories").iterdir())
+    for path in files[:-2]:  # as they go when they are too old
+        path.unlink()
+    assert ArchiveReader(shown.run_dir / "archive").check() == []
+    group = await ok(http, "group", prompt_uid="late")
+    assert [row["state"] for row in group["trajectories"]] == ["late"]
+
+
 async def test_archived_prompts_have_a_kind(shown: Demo, http: httpx.AsyncClient) -> None:
     await archive_all(shown)
     everything = (await ok(http, "prompts"))["items"]
@@ -105,10 +164,20 @@ async def test_a_uid_its_beginning_and_a_groups_uid_lead_somewhere(
     assert group["archived"]
     assert len(group["trajectories"]) == 4
     assert group["prefixes"]["tree"]
+    rewards = {row["trajectory_uid"]: row["reward"] for row in group["trajectories"]}
+    assert labels_of(group["prefixes"]["roots"]) == rewards
     begun = await ok(http, "find", uid="chain_sum/1002:")
     assert len(begun["items"]) == 4
     unknown = await http.get("find", params={"uid": "nothing"})
     assert unknown.status_code == 404
+
+
+def labels_of(nodes: Any) -> dict[str, float | None]:
+    """Rewards at the ends of a prefix tree, by uid."""
+    found = {end["trajectory_uid"]: end["reward"] for node in nodes for end in node["ends"]}
+    for node in nodes:
+        found |= labels_of(node["children"])
+    return found
 
 
 async def test_the_beginning_of_a_live_uid_leads_there(

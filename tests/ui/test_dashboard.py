@@ -334,6 +334,34 @@ def check_tokens(told: Any, step: Step) -> None:
     assert "".join(told["texts"][n:]).endswith("<|im_end|>")
 
 
+async def test_metadata_with_any_keys_is_shown_and_no_integer_is_rounded(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    """A browser has doubles."""
+    seeds = {"seed": 2**63 - 1, "user_id": 2**53 + 1, "least": -(2**53) - 1, "small": 2**53 - 1}
+    exact = {name: n if name == "small" else str(n) for name, n in seeds.items()}
+    await shown.pool.open_group("odd", 1, metadata={"labels": {0: "no", 1: "yes"}, **seeds})
+    step = Step(
+        prompt_ids=[1],  # type: ignore[arg-type]
+        response_ids=[2],  # type: ignore[arg-type]
+        trajectory_uid="odd",
+        prompt_uid="odd",
+        metadata={
+            "messages": [{"role": "user", "content": "hi", 5: True}],
+            "sampling_params": {"seed": 2**63 - 1},
+        },
+    )
+    await shown.pool.open_trajectory("odd", "odd", metadata={7: "seven"})
+    await shown.pool.submit_step(step)
+    assert (await ok(http, "trajectories"))["items"][0]["metadata"] == {"7": "seven"}
+    labels = {"labels": {"0": "no", "1": "yes"}}
+    assert (await ok(http, "groups"))["items"][0]["metadata"] == labels | exact
+    assert (await ok(http, "group", prompt_uid="odd"))["group"]["metadata"] == labels | exact
+    (told,) = (await ok(http, "trajectory", trajectory_uid="odd"))["steps"]
+    assert told["sampling_params"]["seed"] == str(2**63 - 1)
+    assert told["messages"] == [{"role": "user", "content": "hi", "5": True}]
+
+
 async def test_a_running_trajectory_shows_its_steps_so_far(http: httpx.AsyncClient) -> None:
     running = await ok(http, "trajectory", trajectory_uid="chain_sum/1002:3")
     assert running["row"]["state"] == "open"
@@ -391,6 +419,21 @@ async def test_what_a_step_was_trained_on_is_shown_with_the_trainers_columns(
     assert (await http.get("batch", params={"step": 99})).status_code == 404
 
 
+async def test_what_no_sample_is_kept_of_is_shown_as_the_pool_has_it(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    """A link to what a step was trained on outlives the step's file."""
+    sample = (await ok(http, "batch", step=12))["sample"]
+    first = sample["trajectories"][0]
+    (shown.run_dir / "trained" / f"{12:012d}.jsonl").unlink()
+    group = await ok(http, "group", prompt_uid=first["prompt_uid"], step=12)
+    assert (group["step"], len(group["trajectories"])) == (None, len(sample["trajectories"]))
+    named = {"trajectory_uid": first["trajectory_uid"], "step": 12}
+    told = await ok(http, "trajectory", **named)
+    assert (told["step"], told["row"]["state"]) == (None, "complete")
+    assert (await ok(http, "tokens", **named, index=0))["ids"]
+
+
 async def test_curves_hold_every_evaluation_and_the_lag_of_the_last_steps(
     shown: Demo, http: httpx.AsyncClient
 ) -> None:
@@ -439,6 +482,34 @@ async def test_the_runs_beside_this_one_are_compared_by_step_tokens_and_time(
     assert linked.text.splitlines()[0] == "run,step,tokens,seconds,'=1+1", "nor is a link's key"
 
 
+async def test_any_metric_can_be_chosen_those_of_the_last_evaluation_too(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    with (shown.run_dir / "metrics.jsonl").open("ab") as file:
+        for step in range(13, 60):
+            file.write(sealed(b'{"step": %d, "loss": 1}' % step))
+    for told in (await ok(http, "metrics"), await ok(http, "compare", run=shown.run_dir.name)):
+        assert {"loss", "val/score"} <= set(told["keys"])
+
+
+async def test_a_table_of_runs_has_each_column_once(shown: Demo, http: httpx.AsyncClient) -> None:
+    named = {"run": shown.run_dir.name, "key": ["loss", "reward/mean", "loss", "tokens"]}
+    table = await http.get("compare.csv", params=named)
+    assert table.text.splitlines()[0] == "run,step,tokens,seconds,loss,reward/mean"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+async def test_a_folder_of_somebody_else_beside_the_runs_is_passed_by(
+    shown: Demo, http: httpx.AsyncClient
+) -> None:
+    theirs = shown.run_dir.parent / "lost+found"
+    theirs.mkdir(mode=0)
+    try:
+        assert shown.run_dir.name in (await ok(http, "runs"))["runs"]
+    finally:
+        theirs.rmdir()
+
+
 @pytest.mark.parametrize("name", ["no-run", "..", "../other", "/etc", "nowhere"])
 async def test_a_page_names_no_folder_but_those_of_runs_beside_this_one(
     shown: Demo, http: httpx.AsyncClient, name: str
@@ -471,6 +542,22 @@ async def test_pages_are_told_once_a_second_and_nobody_is_asked_when_they_have_l
         assert live._task is not None
     async with asyncio.timeout(5):
         await live._task
+
+
+async def test_damaged_figures_of_a_trainer_are_an_alert_and_hold_up_no_page(shown: Demo) -> None:
+    path = shown.run_dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"loss"', b'"lost"', 1))
+    async with (
+        httpx.AsyncClient(base_url=shown.url) as http,
+        http.stream("GET", "/ui/api/live") as stream,
+        asyncio.timeout(30),
+    ):
+        lines = (line async for line in stream.aiter_lines() if line)
+        tick = json.loads((await anext(lines)).removeprefix("data: "))
+    assert tick["pool"]["train"]["groups"]["dropped"] == 1
+    (alert,) = (a for a in tick["alerts"] if a["key"] == "metrics")
+    assert str(path) in alert["why"]
+    assert "delete that line" in alert["why"]
 
 
 # -- curation ------------------------------------------------------------------------------------
@@ -658,3 +745,6 @@ def test_metrics_are_read_as_they_grow_and_a_step_that_was_done_again_counts_onc
     path.unlink()
     path.write_bytes(sealed(b'{"step": 1, "loss": 7}'))
     assert folder.series(["loss"])["loss"] == [7]
+    # Of another start, and longer; a file system gives the number of a removed file again.
+    path.write_bytes(b"".join(sealed(b'{"step": %d, "loss": 10}' % n) for n in range(1, 4)))
+    assert folder.series(["loss"])["loss"] == [10, 10, 10]

@@ -34,7 +34,7 @@ import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 from xxhash import xxh3_128_hexdigest
 
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.errors import DamagedFileError, DataPoolError
+from stepwell.datapool.errors import DamagedFileError, DataPoolError, ExportError
 from stepwell.datapool.files.archive import parquet
 from stepwell.datapool.files.archive.catalogue import Catalogue, is_outdated
 from stepwell.datapool.files.archive.conversations import Conversation, Feedback, conversations
@@ -99,6 +99,10 @@ class NoSpaceError(Exception):
     """The disk has no space for the archive."""
 
 
+class UnfitError(Exception):
+    """A file of the archive cannot hold what left, as an attempt beyond 2**31."""
+
+
 class Archive:
     """The files and the catalogue of one shard, for a writer that holds its lock."""
 
@@ -124,15 +128,19 @@ class Archive:
 
         Raises:
             NoSpaceError: the disk is nearly full; nothing was written.
+            UnfitError: no file can hold it; nothing was written.
             OSError: a file cannot be written.
         """
         name = FileName(self.settings.shard, self.settings.journal_id, first, last)
         said = [each for each in found if isinstance(each, Conversation)]
         self._name_users(said)
         late = [each for each in found if isinstance(each, Feedback)]
-        tables = {TRAJECTORIES: parquet.trajectory_table(said)}
-        if late:
-            tables[FEEDBACK] = parquet.feedback_table(late)
+        try:
+            tables = {TRAJECTORIES: parquet.trajectory_table(said)}
+            if late:
+                tables[FEEDBACK] = parquet.feedback_table(late)
+        except (ExportError, pa.ArrowException, TypeError, ValueError, OverflowError) as e:
+            raise UnfitError(str(e)) from e
         deletions = self.folder.deletions()
         written = {kind: _kept(table, deletions) for kind, table in tables.items()}
         files = {kind: parquet.file_bytes(table) for kind, table in written.items()}
@@ -180,17 +188,24 @@ class Archive:
 
     def reconcile(self) -> list[str]:
         """Make the catalogue that of the files that are there; what is damaged, a line each. A file
-        that was written anew by one who died before the catalogue knew has another size."""
+        that was written anew by one who died before the catalogue knew has another size. Files of
+        which a longer one was made by one who died before they were removed go now."""
         self.folder.remove_drafts(self.settings.shard)
         told: list[str] = []
         deletions = self.folder.deletions()
         known = self.catalogue.files()
         there: set[tuple[str, str]] = set()
         for kind in (TRAJECTORIES, FEEDBACK):
-            for name in self.folder.names(kind, self.settings.shard):
-                there.add((kind, name.text))
+            ends: dict[str, int] = {}
+            names = self.folder.names(kind, self.settings.shard)
+            for name in sorted(names, key=lambda n: (n.journal, n.first, -n.last)):
                 path, row = self.folder.file(kind, name), known.get((kind, name.text))
+                if name.last <= ends.get(name.journal, 0):
+                    path.unlink()
+                    continue
+                there.add((kind, name.text))
                 if row is not None and row["n_bytes"] == path.stat().st_size:
+                    ends[name.journal] = name.last
                     continue
                 try:
                     table = parquet.read_table(path)
@@ -201,6 +216,7 @@ class Archive:
                         if kind == TRAJECTORIES:
                             self.folder.keep_pictures(name, parquet.all_picture_keys(table))
                         self._add(kind, name, table, path.read_bytes())
+                    ends[name.journal] = name.last
                 except (DamagedFileError, OSError) as e:
                     told.append(str(e))
         for removed in known.keys() - there:
@@ -431,7 +447,7 @@ async def archive_waiting(
     archive: Archive, pool: Caller, run: Run = _here, max_bytes: int = BATCH_BYTES
 ) -> int:
     """Archive the first of what waits; how many groups and late rows that were. One whose rows
-    nobody can read leaves unarchived, so that what is behind it does not."""
+    nobody can read, or no file can hold, leaves unarchived, so that what is behind it does not."""
     waiting = await _waiting(pool, max_bytes)
     if not waiting:
         return 0
@@ -442,13 +458,12 @@ async def archive_waiting(
             with growing_heap():
                 found = await _read(folder, new, pool, run)
         except UNREADABLE as e:
-            if len(new) > 1:  # which one it is
-                return await archive_waiting(archive, pool, run, max_bytes=1)
-            await pool.call(ReleaseDeparted(new[0].row, f"its rows cannot be read: {e}"))
-            return 1
+            return await _leave_out(archive, pool, run, new, f"its rows cannot be read: {e}")
         try:
             with archive.folder.locked(archive.settings.shard), growing_heap():
                 await run(archive.write, new[0].row, new[-1].row, found)
+        except UnfitError as e:
+            return await _leave_out(archive, pool, run, new, f"no file can hold it: {e}")
         except NoSpaceError:
             why = f"the disk of {archive.folder.path} is nearly full; free space on it"
             await pool.call(ReleaseDeparted(waiting[-1].row, why))
@@ -460,6 +475,16 @@ async def archive_waiting(
             await pool.call(ReleaseDeparted(each.row))
             n_bytes = 0
     return len(waiting)
+
+
+async def _leave_out(
+    archive: Archive, pool: Caller, run: Run, new: Sequence[Departed], why: str
+) -> int:
+    """Let a group leave unarchived; of several, find out which one it is first."""
+    if len(new) > 1:
+        return await archive_waiting(archive, pool, run, max_bytes=1)
+    await pool.call(ReleaseDeparted(new[0].row, why))
+    return 1
 
 
 async def _waiting(pool: Caller, max_bytes: int) -> list[Departed]:

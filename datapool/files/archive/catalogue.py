@@ -238,7 +238,9 @@ class Catalogue:
 
     def add(self, name: str, table: Any, groups: Sequence[int], digest: str, n_bytes: int) -> None:
         """Add the rows of a file of trajectories; those that are here already stay, and are read
-        from this file from now on. Rows that the file had before, and has no longer, go.
+        from this file from now on. Rows that the file had before, and has no longer, go. Of two
+        trajectories with one name, as agents give them again in a run that starts over, the one
+        that left later is listed.
 
         Args:
             groups: numbers of rows of its row groups.
@@ -252,13 +254,19 @@ class Catalogue:
             before = self._db.execute("SELECT id FROM trajectories WHERE file = ?", (name,))
             gone = {row[0] for row in before.fetchall()}
             here = self._here([uid for uid, *_ in keys])
-            moved, added = [], []
+            left = _plain_times(table.select(["left_at"]))[0].to_pylist()
+            moved, added, replaced = [], [], []
             for number, key in enumerate(keys):
-                if (rowid := here.get(key)) is None:
+                rowid, time = here.get(key, (None, None))
+                if rowid is None:
                     added.append(number)
-                else:
+                elif time == left[number]:
                     gone.discard(rowid)
                     moved.append((name, *places[number], rowid))
+                elif (time or 0.0) < left[number]:
+                    replaced.append(rowid)
+                    added.append(number)
+            self._forget(replaced)
             self._db.executemany(
                 "UPDATE trajectories SET file = ?, row_group = ?, row = ? WHERE id = ?", moved
             )
@@ -266,13 +274,14 @@ class Catalogue:
             self._forget(sorted(gone))
             self._note("trajectories", name, digest, n_bytes, len(keys), newest / 1e6)
 
-    def _here(self, uids: Sequence[str]) -> dict[tuple[Any, ...], int]:
-        """Ids of the rows of these trajectories that are here, by what names them (`_key`)."""
-        sql = "SELECT uid, channel, attempt, part, id FROM trajectories WHERE uid IN "
+    def _here(self, uids: Sequence[str]) -> dict[tuple[Any, ...], tuple[int, float | None]]:
+        """Ids of the rows of these trajectories that are here, and when they left, by what names
+        them (`_key`)."""
+        sql = "SELECT uid, channel, attempt, part, id, time FROM trajectories WHERE uid IN "
         rows = self._db.execute(
             f"{sql} (SELECT value FROM json_each(?))", (orjson.dumps(uids).decode(),)
         )
-        return {tuple(key): rowid for *key, rowid in rows}
+        return {tuple(key): (rowid, time) for *key, rowid, time in rows}
 
     def _note(self, *values: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)

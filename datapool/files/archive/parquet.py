@@ -36,7 +36,7 @@ from stepwell.datapool.files.archive.conversations import (
     first_and_last,
     text_of,
 )
-from stepwell.datapool.files.columns import dumps, loads
+from stepwell.datapool.files.columns import TAG, dumps, loads
 from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import (
@@ -123,9 +123,10 @@ def _json(value: Any, what: str) -> str | None:
     if value is None:
         return None
     try:
-        return orjson.dumps(value).decode()
-    except TypeError:  # bytes, arrays, half a surrogate
+        text = orjson.dumps(value).decode()
+    except TypeError:  # bytes, arrays, keys that are integers
         return dumps(value, what)
+    return text if TAG not in text else dumps(value, what)
 
 
 def _marks(marks: Marks) -> str | None:
@@ -407,15 +408,17 @@ def said_in(table: Any, rows: Sequence[int]) -> Iterator[str]:
 def _read_list(text: str) -> list[Any]:
     """The list in a JSON text; an empty one for anything else, as agents submit it, too."""
     try:
-        value = orjson.loads(text)
+        value = orjson.loads(text) if TAG not in text else loads(text)
     except orjson.JSONDecodeError:  # half a surrogate
         value = loads(text)
     return value if isinstance(value, list) else []
 
 
 def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
-    """The trajectory of these rows: its own, and those of steps that came late, in order."""
+    """The trajectory of these rows: its own, and those of steps that came late, in order. A
+    complete one is as a consumer gets it: the outcome is in the reward of its last step."""
     head = rows[0]
+    served = _served(rows)
     steps: dict[int, Step] = {}
     chains: dict[int, Any] = {}
     for row in rows:
@@ -434,7 +437,8 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
                 log_at += each["n_response"]
             chains.setdefault(index, tokens)
             if index not in steps:
-                steps[index] = _step(row, each, tokens, n_prompt, known, steps)
+                own_step = each | served.get(index, {}) if row is head else each
+                steps[index] = _step(row, own_step, tokens, n_prompt, known, steps)
     trajectory = Trajectory(
         head["trajectory_uid"],
         head["prompt_uid"],
@@ -447,12 +451,25 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
         channel=head["channel"],
         state=head["state"],
         reason=head["drop_reason"] if head["reason"] in (None, GROUP_DROPPED) else head["reason"],
-        outcome=head["outcome"],
+        outcome=None if served else head["outcome"],
         n_rollouts=head["n_rollouts"],
         marks=loads(head["marks"]),
         group_metadata=loads(head["group_metadata"]) or {},
         group_marks=loads(head["group_marks"]),
     )
+
+
+def _served(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What the outcome makes of the last step of a complete trajectory, by its index; empty where
+    there is none."""
+    head = rows[0]
+    if head["state"] != "complete" or head["outcome"] is None or not head["steps"]:
+        return {}
+    last = max(head["steps"], key=lambda step: step["step_index"])
+    reward = (last["reward"] or 0.0) + head["outcome"]
+    # Behind it there may be steps that came late.
+    is_last = last["step_index"] == max(s["step_index"] for row in rows for s in row["steps"])
+    return {last["step_index"]: {"reward": reward, "is_last": is_last or last["is_last"]}}
 
 
 def _step(

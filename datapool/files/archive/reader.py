@@ -24,6 +24,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import datetime
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -75,7 +76,7 @@ PROMPT_ORDERS: Final[Mapping[str, tuple[str, Callable[[dict[str, Any]], Any]]]] 
     "source": ("data_source", lambda row: row["data_source"]),
     "first": (
         "lower(coalesce(first, instance))",
-        lambda row: (row["first"] or row["instance"] or "").lower() or None,
+        lambda row: _lower(row["instance"] if row["first"] is None else row["first"]),
     ),
 }
 """Values that prompts are sorted by: of a catalogue's row, and of a prompt over all shards."""
@@ -196,6 +197,11 @@ def _matched(search: str) -> str:
     return query
 
 
+def _lower(text: str | None) -> str | None:
+    """The text as SQLite lowers it, which knows ASCII alone."""
+    return None if text is None else text.encode().lower().decode()
+
+
 def _column(node: ast.expr, said: str) -> str:
     if not isinstance(node, ast.Name) or node.id not in _NAMES:
         raise _refused(said, "there is no such column")
@@ -210,7 +216,7 @@ def _value(node: ast.expr, name: str) -> Any:
     if name == "time" and isinstance(value, str):
         try:
             return datetime.fromisoformat(value).astimezone().timestamp()
-        except ValueError as e:
+        except (ValueError, OverflowError) as e:  # also beyond the year 9999 in UTC
             raise _refused(value, "no time such as '2026-11-26 14:30'") from e
     if not isinstance(value, str | int | float):
         raise _refused(ast.unparse(node), "no text and no number")
@@ -289,7 +295,7 @@ class ArchiveReader:
             )
         if order == "relevance":
             return Page(self._most_relevant(where, search or "", limit), None)
-        way = f"{order}{' descending' if descending else ''}"
+        way = _way(order, descending)
         after = _places(cursor, way)
         found = [
             [
@@ -332,33 +338,46 @@ class ArchiveReader:
         always: bool = False,
         order: str = "time",
         descending: bool = True,
+        cursor: str | None = None,
         limit: int = 100,
     ) -> list[dict[str, Any]]:
         """Prompts with what their tries were rewarded, in order of one of `PROMPT_ORDERS`; ties by
         the time of the last try, those without a value last.
 
+        Args:
+            cursor: `prompt_cursor` of the last one of the page before.
+
         Raises:
-            InvalidRequestError: no such order.
+            InvalidRequestError: no such order, or not a cursor of this list.
         """
         if order not in PROMPT_ORDERS:
             raise InvalidRequestError(
                 f"order is {order!r:.80}; there are {', '.join(PROMPT_ORDERS)}"
             )
-        where = "1"
+        where, values = "1", list[Any]()
         if never_rewarded:
             where = "rewarded = 0 AND scored > 0"
         elif always:
             where = "rewarded = scored AND scored > 0"
-        value, value_of = PROMPT_ORDERS[order]
+        value, _ = PROMPT_ORDERS[order]
+        after = None if cursor is None else _prompt_place(cursor, _way(order, descending))
         # Sums over shards may be first where no shard's are; the newest of all are of one shard.
-        if is_whole := len(self.folder.shards()) > 1 and not (order == "time" and descending):
+        is_first = order == "time" and descending and after is None
+        if is_whole := len(self.folder.shards()) > 1 and not is_first:
             sql = "SELECT * FROM prompts"
         else:
-            way = "DESC" if descending else "ASC"
-            ordered = f"{value} {way} NULLS LAST, newest {way} LIMIT {limit}"
+            sign, way = ("<", "DESC") if descending else (">", "ASC")
+            if after is not None and after.value is None:
+                where += f" AND {value} IS NULL AND (newest, prompt) {sign} (?, ?)"
+                values = [after.newest, after.prompt]
+            elif after is not None:
+                beyond = f"({value}, newest, prompt) {sign} (?, ?, ?)"
+                where += f" AND ({beyond} OR {value} IS NULL)"
+                values = [after.value, after.newest, after.prompt]
+            ordered = f"{value} {way} NULLS LAST, newest {way}, prompt {way} LIMIT {limit}"
             sql = f"SELECT * FROM prompts WHERE {where} ORDER BY {ordered}"
         merged: dict[str, dict[str, Any]] = {}
-        for row in self._ask(sql):
+        for row in self._ask(sql, values):
             row.pop("shard")
             merged[row["prompt"]] = _added(merged.get(row["prompt"]), row)
         if not is_whole:
@@ -369,11 +388,15 @@ class ArchiveReader:
         wanted = "never" if never_rewarded else "always" if always else None
         kept = [row for row in merged.values() if wanted in (None, row["kind"])]
 
-        def key(row: dict[str, Any]) -> Any:
-            of = value_of(row)
-            return (of is not None) == descending, of, row["newest"] or 0.0
+        def key(place: _PromptPlace) -> Any:
+            return (place.value is not None) == descending, *place[1:]
 
-        return sorted(kept, key=key, reverse=descending)[:limit]
+        placed = [(key(_place_of(row, order, descending)), row) for row in kept]
+        if after is not None:
+            last = key(after)
+            placed = [each for each in placed if (each[0] < last if descending else each[0] > last)]
+        placed.sort(key=itemgetter(0), reverse=descending)
+        return [row for _, row in placed[:limit]]
 
     def _others(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """The same prompts with the tries of all shards: another one may have been rewarded."""
@@ -758,6 +781,46 @@ def _places(cursor: str | None, way: str) -> dict[int, tuple[float | str | None,
     except ValueError as e:  # also msgspec's
         raise InvalidRequestError(f"cursor is {cursor!r:.80}; pass that of the page before") from e
     return found.after
+
+
+class _PromptPlace(NamedTuple):
+    """The place of a prompt in a list."""
+
+    way: str
+    """Order of the list."""
+    value: float | str | None
+    """Value that it is sorted by."""
+    newest: float
+    prompt: str
+
+
+def _way(order: str, descending: bool) -> str:
+    return f"{order}{' descending' if descending else ''}"
+
+
+def _place_of(row: Mapping[str, Any], order: str, descending: bool) -> _PromptPlace:
+    value = PROMPT_ORDERS[order][1](dict(row))
+    return _PromptPlace(_way(order, descending), value, row["newest"] or 0.0, row["prompt"])
+
+
+def prompt_cursor(row: Mapping[str, Any], *, order: str, descending: bool) -> str:
+    """The cursor behind a prompt in a list of `ArchiveReader.prompts`. What comes or changes
+    meanwhile moves no other prompt to another side of it."""
+    return msgspec.json.encode(_place_of(row, order, descending)).hex()
+
+
+def _prompt_place(cursor: str, way: str) -> _PromptPlace:
+    """
+    Raises:
+        InvalidRequestError: it is not a cursor of a list in this order.
+    """
+    try:
+        found = msgspec.json.decode(bytes.fromhex(cursor), type=_PromptPlace)
+        if found.way != way:
+            raise ValueError(cursor)
+    except ValueError as e:  # also msgspec's
+        raise InvalidRequestError(f"cursor is {cursor!r:.80}; pass that of the page before") from e
+    return found
 
 
 def fate(row: Mapping[str, Any]) -> str:

@@ -40,25 +40,38 @@ export const post = (name, body) =>
   });
 
 /**
- * An answer as a page uses it; asked again when the question changes, or by `reload`.
+ * An answer as a page uses it; asked again when the question changes, when `at` does, or by `reload`. The answer before
+ * stays until then. One is asked for at a time: what would be asked again meanwhile is, once that one is here.
  * @param {string | null} name null asks nothing
  * @param {Params} [params]
+ * @param {number} [at] changes when the answer may have
  */
-export function useApi(name, params = {}) {
+export function useApi(name, params = {}, at = 0) {
   const key = name === null ? null : `${name}?${query(params)}`;
   const [state, set] = useState(/** @type {Row} */ ({ data: null, error: null, key: null }));
   const [turn, again] = useState(0);
+  const asked = useRef(/** @type {{ key: string, again: boolean } | null} */ (null));
   useEffect(() => {
-    if (name === null) return;
-    let current = true;
-    get(name, params).then(
-      (data) => current && set({ data, error: null, key }),
-      (error) => current && set((before) => ({ data: before.key === key ? before.data : null, error, key })),
-    );
-    return () => {
-      current = false;
-    };
-  }, [key, turn]);
+    if (name === null || key === null) {
+      asked.current = null;
+    } else if (asked.current?.key === key) {
+      asked.current.again = true;
+    } else {
+      const own = { key, again: true };
+      asked.current = own;
+      const answered = async () => {
+        while (own.again) {
+          own.again = false;
+          const answer = await get(name, params).then((data) => ({ data, error: null }), (error) => ({ error }));
+          if (asked.current !== own) return;
+          set((before) => ({ data: before.key === key ? before.data : null, ...answer, key }));
+        }
+        asked.current = null;
+      };
+      answered();
+    }
+  }, [key, turn, at]);
+  useEffect(() => () => void (asked.current = null), []);
   const same = state.key === key;
   return {
     data: same ? state.data : null,
@@ -73,45 +86,56 @@ const SEARCH_MS = 2500;
 
 /**
  * Pages of a listing, one after the other. A page may be empty and not the last: what is filtered
- * out was looked at. So it is searched on until there is enough, or for some seconds.
- * @param {string} name @param {Params} params
+ * out was looked at. So it is searched on until there is enough, or for some seconds. Read again, when `at` changes or
+ * by `reload`, the list stays as it is until it is there anew, as long as it was.
+ * @param {string} name @param {Params} params @param {number} [at] changes when the list may have
  */
-export function usePages(name, params) {
+export function usePages(name, params, at = 0) {
   const key = query(params);
-  const [state, set] = useState(/** @type {Row} */ ({ key: null, items: [], cursor: null, busy: true }));
+  const [state, set] = useState(/** @type {Row} */ ({ key: null, items: [], cursor: null, looked: null, busy: true }));
   const [error, setError] = useState(/** @type {Error | null} */ (null));
-  const asked = useRef(key);
-  asked.current = key;
-  const load = async (/** @type {Row[]} */ before, /** @type {string | null} */ from) => {
-    setError(null);
+  const now = useRef(state);
+  const put = (/** @type {Row} */ next) => set((now.current = next));
+  /** The load that counts: of a list, up to so many rows, and whether one follows it. */
+  const loading = useRef(/** @type {Row} */ ({ key: null, wanted: ENOUGH, busy: false, again: false }));
+  const load = async (/** @type {Row[]} */ before, /** @type {string | null} */ from, /** @type {number} */ wanted) => {
+    const own = (loading.current = { key, wanted, busy: true, again: false });
     const until = performance.now() + SEARCH_MS;
     let [items, cursor, looked] = [before, from, null];
-    set({ key, items, cursor, looked, busy: true });
+    const least = now.current.key === key ? now.current.items.length : 0;
+    setError(null);
+    put(now.current.key === key ? { ...now.current, busy: true } : { key, items, cursor, looked, busy: true });
     try {
       for (let busy = true; busy; ) {
         const answer = await get(name, { ...params, cursor });
-        if (asked.current !== key) return;
+        if (loading.current !== own) return; // a later load has begun
         items = [...items, ...answer.items];
         [cursor, looked] = [answer.cursor, answer.looked];
-        busy = cursor !== null && items.length < before.length + ENOUGH && performance.now() < until;
-        set({ key, items, cursor, looked, busy });
+        busy = cursor !== null && items.length < wanted && performance.now() < until;
+        if (!busy || items.length >= least) put({ key, items, cursor, looked, busy });
       }
     } catch (e) {
+      if (loading.current !== own) return;
       setError(/** @type {Error} */ (e));
-      set({ key, items, cursor, looked, busy: false });
+      put({ ...now.current, busy: false });
     }
+    own.busy = false;
+    if (own.again) load([], null, wanted);
   };
+  const reload = () => load([], null, loading.current.key === key ? loading.current.wanted : ENOUGH);
   useEffect(() => {
-    load([], null);
-  }, [key]);
+    if (loading.current.key === key && loading.current.busy) loading.current.again = true;
+    else reload();
+  }, [key, at]);
+  useEffect(() => () => void (loading.current = {}), []);
   const same = state.key === key;
   return {
     items: /** @type {Row[]} */ (same ? state.items : NOTHING),
     looked: same ? state.looked : null,
     busy: !same || state.busy,
     error,
-    more: same && state.cursor !== null ? () => load(state.items, state.cursor) : null,
-    reload: () => load([], null),
+    more: same && state.cursor !== null ? () => load(state.items, state.cursor, state.items.length + ENOUGH) : null,
+    reload,
   };
 }
 
@@ -154,6 +178,7 @@ export async function login(key) {
 }
 
 const HISTORY = 90;
+const RETRY_MS = 5000;
 const ticks = store(/** @type {Tick[]} */ ([]));
 const connected = store(false);
 /** The last ticks, oldest first. */
@@ -164,19 +189,33 @@ export const useConnected = connected.use;
 export function follow() {
   /** @type {EventSource | null} */
   let source = null;
+  /** @type {any} */
+  let later;
+  let over = false;
   const open = () => {
+    clearTimeout(later);
     source?.close();
     source = null;
-    if (document.hidden || keyNeeded.get()) return;
-    source = new EventSource("/ui/api/live");
+    if (over || document.hidden || keyNeeded.get()) return;
+    const own = (source = new EventSource("/ui/api/live"));
     source.onopen = () => connected.set(true);
-    source.onerror = () => connected.set(false);
+    source.onerror = () => {
+      connected.set(false);
+      // A browser goes on where a connection broke, but not after an answer that is no stream: of a gateway that
+      // starts, or one that wants the key again, which this question finds out.
+      if (own === source && own.readyState === EventSource.CLOSED) {
+        clearTimeout(later);
+        later = setTimeout(() => get("about").catch(() => null).then(open), RETRY_MS);
+      }
+    };
     source.onmessage = (event) => ticks.set([...ticks.get(), JSON.parse(event.data)].slice(-HISTORY));
   };
   document.addEventListener("visibilitychange", open);
   open();
   return () => {
+    over = true;
     document.removeEventListener("visibilitychange", open);
+    clearTimeout(later);
     source?.close();
   };
 }

@@ -96,11 +96,15 @@ export function Find({ params }) {
   const [error, setError] = useState(/** @type {Error | null} */ (null));
   const [found, show] = useState(/** @type {Row | null} */ (null));
   useEffect(() => {
+    let current = true; // who has gone to another page stays there
     setError(null);
     get("find", { uid }).then(
-      (answer) => (answer.page ? location.replace(link(answer.page, answer.params)) : show(answer)),
-      setError,
+      (answer) => current && (answer.page ? location.replace(link(answer.page, answer.params)) : show(answer)),
+      (e) => current && setError(e),
     );
+    return () => {
+      current = false;
+    };
   }, [uid]);
   useKeys(found?.items ?? NONE);
   if (error) return html`<${Failure} error=${error} />`;

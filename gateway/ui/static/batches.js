@@ -9,8 +9,8 @@ const HISTORY = ["policy_version", "publish/seconds", "time/publish_s"];
 export function Batches({ params }) {
   const steps = useTicks().at(-1)?.optimizer_steps ?? 0;
   const { order, ascending, key = "reward/mean" } = params;
-  const pages = usePages("batches", { at: steps, order, ascending });
-  const { data } = useApi("metrics", { key: [...HISTORY, key], at: steps });
+  const pages = usePages("batches", { order, ascending }, steps);
+  const { data } = useApi("metrics", { key: [...HISTORY, key] }, steps);
   const series = data?.series ?? {};
   return html`
     <div class="head"><h1>Batches</h1></div>

@@ -55,6 +55,14 @@ export function Done() {
 
 // -- marks -----------------------------------------------------------------------------------------
 
+/** Tags that somebody wrote, between commas; those that are there stay whole, which may have some in them: labels of
+ * feedback are tags. @param {string} text @param {string[]} known @returns {string[]} */
+function tagsOf(text, known) {
+  const whole = known.filter((tag) => tag.includes(",") && text.includes(tag));
+  const rest = whole.reduce((left, tag) => left.replace(tag, ","), text);
+  return [...whole, ...rest.split(",").map((tag) => tag.trim()).filter(Boolean)];
+}
+
 /** @param {{ about: Row, channel: string, trajectory_uid?: string, prompt_uid?: string, marks: Row, done: () => void }} props */
 export function Marks({ about, channel, trajectory_uid, prompt_uid, marks, done: reload }) {
   const [error, setError] = useState(/** @type {Error | null} */ (null));
@@ -81,7 +89,7 @@ export function Marks({ about, channel, trajectory_uid, prompt_uid, marks, done:
         <${Tabs} label="Trainable" value=${trainable} options=${[["unset", "nobody said"], ["yes", "yes"], ["no", "no"]]}
           onChange=${(v) => mark({ trainable: /** @type {Row} */ ({ yes: true, no: false, unset: null })[v] }, v === "no" ? "not trainable" : v === "yes" ? "trainable" : "unmarked")} /></div>
       <${Field} label="Quality" type="number" value=${marks.quality} onChange=${(v) => mark({ quality: v === "" ? null : Number(v) }, `quality ${v}`)} />
-      <${Field} label="Tags, with commas" value=${(marks.tags ?? []).join(", ")} onChange=${(v) => mark({ tags: v.split(",").map((t) => t.trim()).filter(Boolean) }, `tags ${v}`)} />
+      <${Field} label="Tags, with commas" value=${(marks.tags ?? []).join(", ")} onChange=${(v) => mark({ tags: tagsOf(v, marks.tags ?? []) }, `tags ${v}`)} />
       <${Field} label="Note" value=${marks.note} onChange=${(v) => mark({ note: v }, "note")} />
     </div>
     <${Failure} error=${error} />`;
@@ -111,12 +119,21 @@ export function Reward({ about, channel, uid, row, done: reload }) {
     <small>total now ${number(row.reward)}; counts until the group is leased</small></div><${Failure} error=${error} />`;
 }
 
-/** @param {string} uid */
-export async function removal(uid) {
-  if (!confirm(`Delete ${safe(uid)} with its group, from the pool, its journal and the archive? This cannot be undone.`)) return;
-  const { deleted, leased } = await post("delete", { trajectory_uid: uid });
-  did(`${deleted.length} trajectories deleted${leased.length ? `, ${leased.length} of them leased` : ""}`, null);
-  location.hash = link("trajectories");
+/** @param {{ uid: string }} props */
+export function Removal({ uid }) {
+  const [error, setError] = useState(/** @type {Error | null} */ (null));
+  const remove = async () => {
+    if (!confirm(`Delete ${safe(uid)} with its group, from the pool, its journal and the archive? This cannot be undone.`)) return;
+    setError(null);
+    try {
+      const { deleted, leased } = await post("delete", { trajectory_uid: uid });
+      did(`${deleted.length} trajectories deleted${leased.length ? `, ${leased.length} of them leased` : ""}`, null);
+      location.hash = link("trajectories");
+    } catch (e) {
+      setError(/** @type {Error} */ (e));
+    }
+  };
+  return html`<button class="danger" onClick=${remove}>Delete this trajectory with its group…</button><${Failure} error=${error} />`;
 }
 
 // -- the page --------------------------------------------------------------------------------------
@@ -144,7 +161,7 @@ function DryRun({ about, channel, order: sorted }) {
   const start = async () => {
     const selection = own === "own" ? undefined : { order, filters: filters.map((f) => (ARGUMENT[f] ? `${f}(${ARGUMENT[f]})` : f)) };
     setError(null);
-    await post("dry_run", { channel, batch_size: Number(size) || 1, selection }).then(setRun, setError);
+    await post("dry_run", { channel, batch_size: Number(size) || 1, selection }).then((answer) => setRun({ ...answer, channel }), setError);
   };
   const toggle = (/** @type {string} */ name) => setFilters((now) => (now.includes(name) ? now.filter((f) => f !== name) : [...now, name]));
   return html`<${Card} title="Dry run: what the trainer would be given now" aside=${html`<small>nothing is leased or dropped</small>`}>
@@ -156,7 +173,7 @@ function DryRun({ about, channel, order: sorted }) {
       <button class="primary" onClick=${start}>Try</button>
     </div>
     <${Failure} error=${error} />
-    ${run && html`<${Bars} label="Groups by decision" bars=${Object.entries(run.counts).flatMap(([what, reasons]) => Object.entries(reasons).map(([why, n]) => ({ name: `${what}: ${why}`, value: n, colour: /** @type {Row} */ ({ serve: "good", wait: "accent", hold: "warn", drop: "bad" })[what] })))} />
+    ${run?.channel === channel && html`<${Bars} label="Groups by decision" bars=${Object.entries(run.counts).flatMap(([what, reasons]) => Object.entries(reasons).map(([why, n]) => ({ name: `${what}: ${why}`, value: n, colour: /** @type {Row} */ ({ serve: "good", wait: "accent", hold: "warn", drop: "bad" })[what] })))} />
       <${Table} label="Decisions" rows=${inOrder(run.decisions, sorted)} order=${sorted} empty="No group is ready." columns=${[
         ["Prompt", (d) => html`<${Uid} page="group" uid=${d.prompt_uid} channel=${channel} />`, "", "prompt_uid"],
         ["Decision", (d) => html`<${Chip} of=${d.decision} />`, "", "decision"],

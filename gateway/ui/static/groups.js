@@ -1,7 +1,7 @@
 // Groups and trajectories: listings with filters, and one group with its rollouts side by side.
 import { html } from "./shown.js";
 import { amend, link, useApi, usePages } from "./api.js";
-import { Bars, Card, Chip, Empty, Failure, Field, Loading, Looked, MarksShown, Neighbours, SAID, Said, Select, Stat, Table, Tabs, Uid, clock, firstSaid, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
+import { Bars, Card, Chip, Empty, Failure, Field, Loading, Looked, MarksShown, Neighbours, SAID, Said, Select, Stat, Table, Tabs, Uid, firstSaid, number, ordered, percent, seconds, useKeys, when } from "./parts.js";
 import { Marks } from "./curation.js";
 
 const NONE = /** @type {Row[]} */ ([]);
@@ -25,8 +25,9 @@ const Search = ({ params }) => html`
     <${Field} label="Search first messages and last replies" type="search" wide=${true} value=${params.search} onChange=${(/** @type {string} */ v) => amend({ search: v })} />
   </form>`;
 
-const FILTERS = ["channel", "state", "min_reward", "max_reward", "min_version", "max_version", "tag", "prompt_uid", "trajectory_uid", "reason"];
-const chosen = (/** @type {Row} */ params) => Object.fromEntries(FILTERS.map((name) => [name, params[name]]));
+const FILTERS = ["channel", "state", "min_reward", "max_reward", "min_version", "max_version", "tag", "prompt_uid"];
+/** The filters of a list that the address has. @param {Row} params @param {string[]} more its own ones */
+const chosen = (params, ...more) => Object.fromEntries([...FILTERS, ...more].map((name) => [name, params[name]]));
 
 const versions = (/** @type {Row} */ row) =>
   row.oldest_version === null ? "–" : row.oldest_version === row.newest_version ? row.oldest_version : `${row.oldest_version}–${row.newest_version}`;
@@ -89,7 +90,7 @@ function Gone({ about, params }) {
     <${Looked} looked=${data?.looked} />
     <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data} order=${ordered(params)}
       empty="The pool remembers no such event." columns=${[
-        ["When", (e) => clock(e.time), "", "time"],
+        ["When", (e) => when(e.time), "", "time"],
         ["First message", (e) => html`<a class="talk" href=${link("group", { prompt_uid: e.prompt_uid, channel: e.channel })}><span>${e.first ?? "no text yet, or none was kept"}</span></a>`, "", "first"],
         ["Trajectory", (e) => e.trajectory_uid && html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />`, "", "uid"],
         ["How", (e) => html`<${Chip} of=${e.kind} />`, "", "kind"],
@@ -103,7 +104,7 @@ function Gone({ about, params }) {
 /** @param {{ about: Row, params: Row }} props */
 export function Trajectories({ about, params }) {
   const { search, order, ascending } = params;
-  const pages = usePages("trajectories", { channel: "train", ...chosen(params), search, order, ascending });
+  const pages = usePages("trajectories", { channel: "train", ...chosen(params, "trajectory_uid", "reason"), search, order, ascending });
   useKeys(pages.items);
   return html`
     <div class="head"><h1>Trajectories</h1></div>

@@ -2,7 +2,7 @@
 import { useMemo } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { link, rate, useApi, useTicks } from "./api.js";
-import { Bars, Card, Chart, Chip, Empty, Spark, Stat, bytes, clock, number, percent, seconds } from "./parts.js";
+import { Bars, Card, Chart, Chip, Empty, Failure, Spark, Stat, bytes, number, percent, seconds, when } from "./parts.js";
 
 const CURVES = [
   "reward/mean", "val/score", "val/score_low", "val/score_high", "val/step", "val/version", "val/rollouts",
@@ -52,7 +52,7 @@ const Alerts = ({ alerts, about }) =>
     : html`<ul class="alerts" aria-label="Alerts">
         ${alerts.map((alert) => html`<li class=${`notice ${alert.severity === "error" ? "bad" : "warn"}`}>
           <b>${alert.title}</b> <span>${alert.why}</span>${" "}
-          <small>seen since ${clock(alert.since)}${alert.page !== "overview" && html` · <a href=${link(alert.page, alert.params)}>evidence</a>`}</small></li>`)}
+          <small>seen since ${when(alert.since)}${alert.page !== "overview" && html` · <a href=${link(alert.page, alert.params)}>evidence</a>`}</small></li>`)}
       </ul>`;
 
 /** @param {{ title: string, href?: string, main: any, unit: string, children?: any, spark?: (number | null)[] }} props */
@@ -140,7 +140,7 @@ function Drops({ pool }) {
 export function Overview({ about }) {
   const ticks = useTicks();
   const tick = ticks[ticks.length - 1];
-  const { data } = useApi("metrics", { key: CURVES, at: tick?.optimizer_steps ?? 0 });
+  const { data, error } = useApi("metrics", { key: CURVES }, tick?.optimizer_steps);
   const series = data?.series ?? {};
   const x = series.step ?? [];
   const curve = useMemo(() => scored(series), [data]);
@@ -149,6 +149,7 @@ export function Overview({ about }) {
     <${Chart} label=${label} x=${x} lines=${lines.map(([key, name, hue]) => ({ name, values: series[key] ?? [], colour: hue, points: key.startsWith("val/") }))} />`;
   return html`
     <h1 class="hidden">Overview</h1>
+    <${Failure} error=${error} />
     ${tick && html`<${Alerts} alerts=${tick.alerts} about=${about} /><${Flow} ticks=${ticks} />`}
     <div class="grid">
       <${Card} title="Reward and evaluation" class="wide">

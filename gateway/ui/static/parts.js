@@ -5,13 +5,17 @@ import { amend, link } from "./api.js";
 
 // -- figures -----------------------------------------------------------------------------------
 
+/** @type {[number, string][]} */
+const UNITS = [[1e3, "k"], [1e6, "M"], [1e9, "G"], [1e12, "T"]];
+
 /** @param {number | null | undefined} value @param {number} [digits] */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e9) return `${(value / 1e9).toPrecision(3)} G`;
-  if (size >= 1e6) return `${(value / 1e6).toPrecision(3)} M`;
-  if (size >= 1e4) return `${(value / 1e3).toPrecision(3)} k`;
+  if (size >= 1e4) {
+    const [unit, name] = UNITS.find(([unit]) => Number((size / unit).toPrecision(3)) < 1000) ?? [1e12, "T"];
+    return `${(value / unit).toPrecision(3)} ${name}`;
+  }
   if (Number.isInteger(value)) return String(value);
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return String(Number(value.toPrecision(digits)));
@@ -38,9 +42,6 @@ export function seconds(seconds) {
   if (seconds < 7200) return `${number(seconds / 60, 3)} min`;
   return `${number(seconds / 3600, 3)} h`;
 }
-
-/** @param {number} unix */
-export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString();
 
 // -- small parts -------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ export function walk(event) {
 /** A list whose rows keys go through, and on to their neighbours. @param {Row[]} rows */
 export function useKeys(rows) {
   useEffect(() => {
-    if (rows.length) listed = talks().map((each) => each.hash);
+    if (rows.length) listed = [...new Set(talks().map((each) => each.hash))]; // a step that came late has its trajectory's
   }, [rows]);
 }
 
@@ -134,7 +135,7 @@ export function Neighbours() {
     ${after ? html`<a href=${after} title="Next in the list (n)">Next</a>` : html`<span>Next</span>`}</nav>`;
 }
 
-/** @param {number | null} time */
+/** A time of today, or a date with it. @param {number | null} time */
 export function when(time) {
   if (!time) return "–";
   const at = new Date(time * 1000);
@@ -210,12 +211,17 @@ export function Field({ label, value, onChange, type = "text", placeholder = "",
   </label>`;
 }
 
+/** Options with their texts; the value is one in any case. @param {(string | [string, string])[]} options @param {string} value @returns {[string, string][]} */
+function known(options, value) {
+  const found = options.map((option) => /** @type {[string, string]} */ (Array.isArray(option) ? option : [option, option]));
+  return found.some(([name]) => name === value) ? found : [[value, value], ...found];
+}
+
 /** @param {{ label: string, value: string, options: (string | [string, string])[], onChange: (value: string) => void }} props */
 export const Select = ({ label, value, options, onChange }) => html`
   <label class="field"><span>${label}</span>
     <select value=${value} onChange=${(/** @type {any} */ e) => onChange(e.target.value)}>
-      ${options.map((option) => {
-        const [name, text] = Array.isArray(option) ? option : [option, option];
+      ${known(options, value).map(([name, text]) => {
         return html`<option value=${name} selected=${name === value}>${text}</option>`;
       })}
     </select>

@@ -2,7 +2,7 @@
 import { useEffect, useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { amend, useApi, useTicks } from "./api.js";
-import { Card, Chip, Empty, Failure, Loading, Select, Stat, Table, Uid, bytes, clock, number, seconds } from "./parts.js";
+import { Card, Chip, Empty, Failure, Loading, Select, Stat, Table, Uid, bytes, number, seconds, when } from "./parts.js";
 
 /** @param {{ name: string, channel: Row }} props */
 const Channel = ({ name, channel: c }) => html`<${Card} title=${name} aside=${html`<small>version ${c.policy_version}</small>`}>
@@ -72,7 +72,7 @@ function Events({ params, ticks }) {
       options=${[["", "all"], "ready", "leased", "returned", "acked", "dropped", "aborted", "scored"]} />`}>
     <${Failure} error=${error} />
     <div class="tall"><${Table} label="Events" rows=${rows} empty="Nothing has happened yet." columns=${[
-      ["When", (e) => clock(e.time)],
+      ["When", (e) => when(e.time)],
       ["What", (e) => html`<${Chip} of=${e.kind} />`],
       ["Channel", (e) => e.channel],
       ["Of", (e) => (e.trajectory_uid ? html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />` : html`<${Uid} page="group" uid=${e.prompt_uid} channel=${e.channel} />`)],

@@ -45,7 +45,7 @@ export function Runs({ about, params }) {
   const { data: known, error: unknown } = useApi("runs");
   const names = params.runs ? params.runs.split("/") : known ? [known.this] : [];
   const [axis, by, any] = [params.x ?? "step", params.smooth ?? "0", params.key ?? "loss"];
-  const keys = [...SHOWN, any];
+  const keys = [...new Set([...SHOWN, any])];
   const { data, error } = useApi(known && names.length ? "compare" : null, { run: names, key: keys });
   if (unknown) return html`<${Failure} error=${unknown} />`;
   if (!known) return html`<${Loading} />`;
@@ -64,7 +64,7 @@ export function Runs({ about, params }) {
       <a class="button" href=${`/ui/api/compare.csv?${query({ run: names, key: keys })}`} download="runs.csv">CSV</a>
     </div>
     <fieldset class="choice"><legend>Folders beside <code>${about.run.name ?? known.this}</code></legend>
-      ${known.runs.map((/** @type {string} */ name) => html`<label><input type="checkbox" checked=${names.includes(name)}
+      ${[...new Set([...known.runs, ...names])].map((/** @type {string} */ name) => html`<label><input type="checkbox" checked=${names.includes(name)}
         disabled=${!names.includes(name) && names.length >= known.most}
         onChange=${() => set(names.includes(name) ? names.filter((/** @type {string} */ n) => n !== name) : [...names, name])} /> ${name}</label>`)}
     </fieldset>

@@ -3,7 +3,10 @@ import { useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
 import { html } from "./shown.js";
 import { amend, get, link, useApi, useTicks } from "./api.js";
 import { Card, Chip, Empty, Failure, Found, Loading, MarksShown, Neighbours, Select, Stat, Tabs, Uid, number, seconds } from "./parts.js";
-import { Marks, Reward, removal } from "./curation.js";
+import { Marks, Removal, Reward } from "./curation.js";
+
+/** Seconds after which one that goes on is read again, with the tick that comes then. */
+const EVERY_S = 1.5;
 
 /** @param {{ about: Row, params: Row }} props */
 export function Trajectory({ about, params }) {
@@ -14,10 +17,14 @@ export function Trajectory({ about, params }) {
   const ticks = useTicks();
   const shown = /** @type {Shown | null} */ (data ?? (last?.trajectory_uid === uid ? last : null));
   useEffect(() => data && keep(data), [data]);
-  const running = shown?.row?.state === "open" && shown.step === null;
+  const running = !about.read_only && shown?.row?.state === "open" && shown.step === null;
+  const at = ticks[ticks.length - 1]?.at ?? 0;
+  const readAt = useRef(0);
   useEffect(() => {
-    if (running && ticks.length % 2 === 0) reload();
-  }, [ticks]);
+    if (!running || at < readAt.current + EVERY_S) return;
+    readAt.current = at;
+    reload();
+  }, [at]);
   if (!shown) return error ? html`<${Failure} error=${error} />` : html`<${Loading} />`;
   const view = params.view ?? "conversation";
   const index = params.at === undefined ? shown.steps[shown.steps.length - 1]?.index : Number(params.at);
@@ -59,16 +66,19 @@ export function Trajectory({ about, params }) {
     ${shown.row && html`<${Card} title="Curation">
       <${Marks} about=${about} channel=${shown.channel} trajectory_uid=${uid} marks=${shown.row.marks} done=${reload} />
       <${Reward} about=${about} channel=${shown.channel} uid=${uid} row=${shown.row} done=${reload} />
-      ${!about.read_only && html`<button class="danger" onClick=${() => removal(uid)}>Delete this trajectory with its group…</button>`}
+      ${!about.read_only && html`<${Removal} uid=${uid} />`}
     <//>`}`;
 }
 
 // -- the tree --------------------------------------------------------------------------------------
 
+/** A list, or an empty one for what is none: agents submit messages of any shape. @param {any} value @returns {any[]} */
+const list = (value) => (Array.isArray(value) ? value : []);
+
 /** The turn's first words. @param {Spans} step */
 function words(step) {
   const said = step.messages?.[step.messages.length - 1];
-  const calls = (said?.tool_calls ?? []).map((/** @type {Row} */ call) => call.function?.name).filter(Boolean);
+  const calls = list(said?.tool_calls).map((call) => call?.function?.name).filter(Boolean);
   if (calls.length) return `calls ${calls.join(", ")}`;
   return typeof said?.content === "string" ? said.content.slice(0, 80) : "";
 }
@@ -107,7 +117,7 @@ function plain(content) {
 }
 
 /** The pictures of a message, or of a turn's prompt. @param {{ parts: any, of: Params }} props */
-const Pictures = ({ parts, of }) => (Array.isArray(parts) ? parts : []).filter(isPicture).map((part) => html`
+const Pictures = ({ parts, of }) => list(parts).filter(isPicture).map((part) => html`
   <img class="picture" loading="lazy" width=${part.width} height=${part.height} alt=${`Picture of ${part.width} × ${part.height} pixels, ${part.n_tokens} tokens`}
     src=${`/ui/api/picture?${new URLSearchParams({ channel: String(of.channel), trajectory_uid: String(of.uid), digest: part.digest })}`} />`);
 
@@ -118,8 +128,8 @@ const Message = ({ message, sought, of }) => html`
     ${message.reasoning_content && html`<details open=${sought !== ""}><summary>reasoning</summary><div class="text"><${Found} text=${plain(message.reasoning_content)} sought=${sought} /></div></details>`}
     ${plain(message.content) && html`<div class="text"><${Found} text=${plain(message.content)} sought=${sought} /></div>`}
     <${Pictures} parts=${message.content} of=${of} />
-    ${(message.tool_calls ?? []).map((/** @type {Row} */ call) => html`<div class="call">
-      <b>${call.function?.name ?? call.name ?? "call"}</b><pre class="text"><${Found} text=${plain(call.function?.arguments ?? call.arguments)} sought=${sought} /></pre></div>`)}
+    ${list(message.tool_calls).map((call) => html`<div class="call">
+      <b>${call?.function?.name ?? call?.name ?? "call"}</b><pre class="text"><${Found} text=${plain(call?.function?.arguments ?? call?.arguments)} sought=${sought} /></pre></div>`)}
   </article>`;
 
 /** The prompt of a turn that begins anew, as text: its tools stand nowhere else. @param {{ step: Spans, asked: Params }} props */
@@ -149,25 +159,32 @@ function Conversation({ shown, path, asked }) {
   const [sought, seek] = useState("");
   const of = { uid: shown.trajectory_uid, channel: shown.channel };
   const [later, setLater] = useState(/** @type {Record<number, Row[]>} */ ({}));
+  const [error, setError] = useState(/** @type {Error | null} */ (null));
   const steps = shown.steps.filter((step) => path.includes(step.index));
   const corrections = shown.row?.marks.corrections ?? {};
   const last = shown.steps[shown.steps.length - 1].index;
   const correction = (/** @type {Spans} */ step) => corrections[step.index] ?? (step.index === last ? corrections.last : null);
   const missing = steps.find((step) => !step.messages && !later[step.index]);
   const load = async () => {
-    for (const step of steps.filter((s) => !s.messages && !later[s.index]).slice(0, 20)) {
-      const { messages } = await get("tokens", { ...asked, index: step.index });
-      setLater((before) => ({ ...before, [step.index]: messages }));
+    setError(null);
+    try {
+      for (const step of steps.filter((s) => !s.messages && !later[s.index]).slice(0, 20)) {
+        const { messages } = await get("tokens", { ...asked, index: step.index });
+        setLater((before) => ({ ...before, [step.index]: messages }));
+      }
+    } catch (e) {
+      setError(/** @type {Error} */ (e));
     }
   };
   return html`<${Card} title="As the agent saw it" aside=${html`<input type="search" placeholder="Search in this branch" aria-label="Search in this branch" value=${sought}
       onInput=${(/** @type {any} */ e) => seek(e.target.value)} />`}>
-    ${steps.map((step) => html`<section class="said" aria-label=${`Turn ${step.index}`}>
+    ${steps.map((step) => html`<section key=${step.index} class="said" aria-label=${`Turn ${step.index}`}>
       <p class="rule"><span>turn ${step.index}</span></p>
       ${step.parent === null && step.tool_calls !== null && html`<${Tools} step=${step} asked=${asked} />`}
-      ${(step.messages ?? later[step.index] ?? []).map((message) => html`<${Message} message=${message} sought=${sought} of=${of} />`)}
+      ${(step.messages ?? later[step.index] ?? []).map((message) => html`<${Message} message=${message ?? {}} sought=${sought} of=${of} />`)}
       ${correction(step) && html`<${Message} message=${{ role: "correction by a person", content: correction(step) }} sought=${sought} of=${of} />`}
     </section>`)}
+    <${Failure} error=${error} />
     ${missing && html`<button class="more" onClick=${load}>Load more turns</button>`}
   <//>`;
 }
@@ -245,6 +262,7 @@ function TokenView({ shown, index, asked, colour: chosenColour }) {
     event.preventDefault();
     choose(Math.max(0, Math.min(tokens.ids.length - 1, i + by)));
   };
+  const turn = (/** @type {number} */ to) => (begin(to), choose(null)); // the one that was chosen is not there
   const lacking = !tokens.columns.advantages && ["difference", "weights", "advantages"].includes(by);
   return html`<${Card} title=${`Turn ${index} as the model saw it`} aside=${html`<${Select} label="Colour" value=${by} onChange=${(/** @type {string} */ v) => amend({ colour: v })}
       options=${Object.entries(COLOURS).map(([name, { text }]) => /** @type {[string, string]} */ ([name, text]))} />`}>
@@ -254,8 +272,8 @@ function TokenView({ shown, index, asked, colour: chosenColour }) {
       <small>tokens ${number(tokens.start)}–${number(end)} of ${number(tokens.total)}${tokens.n_known ? `; the first ${number(tokens.n_known)} are of the turn before` : ""}</small>
     </p>
     <div class="pager">
-      ${tokens.start > 0 && html`<button onClick=${() => begin(Math.max(0, tokens.start - 8192))}>Earlier tokens</button>`}
-      ${end < tokens.total && html`<button onClick=${() => begin(end)}>Later tokens</button>`}
+      ${tokens.start > 0 && html`<button onClick=${() => turn(Math.max(0, tokens.start - 8192))}>Earlier tokens</button>`}
+      ${end < tokens.total && html`<button onClick=${() => turn(end)}>Later tokens</button>`}
     </div>
     <div class="tokens text" ref=${target} tabindex="0" role="application" aria-label="Tokens; arrow keys move, the figures of the chosen one are below" onClick=${pick} onKeyDown=${move}>${drawn}</div>
     <div class="chosen-token" aria-live="polite">
