@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -220,6 +221,23 @@ def test_a_state_that_slime_wrote_is_gone_on_from(
     order = list(range(N_PROMPTS))
     random.Random(42 + 3).shuffle(order)
     assert names(source.get_samples(3)) == [f"q{i}" for i in order[2:]]
+
+
+def test_a_state_that_could_not_be_read_again_is_not_written(
+    args: Callable[..., Namespace], tmp_path: Path
+) -> None:
+    source = RolloutDataSourceWithBuffer(args())
+    source.update_metadata({"seen": {1, 2}, "scores": np.arange(3), "at": (1.5, None)})
+    source.save(4)
+    again = RolloutDataSource(args())
+    again.load(4)
+    assert again.metadata["seen"] == {1, 2}
+    (group,) = source.get_samples(1)
+    group[0].metadata["file"] = tmp_path
+    source.add_samples([group])
+    with pytest.raises(CheckpointError, match=r"state_dict_5\.pt is not written, .* keep numbers"):
+        source.save(5)
+    assert not state_file(tmp_path, 5).exists()
 
 
 def test_a_state_that_is_of_other_data_or_runs_code_is_refused(
