@@ -392,8 +392,9 @@ class Updater:
 
     @property
     def _kl_coef(self) -> float:
-        adapted = self.progress.kl_coef
-        return self._algorithm.kl.kl_coef if adapted is None else adapted
+        kl, adapted = self._algorithm.kl, self.progress.kl_coef
+        # Without a target that of the configuration holds, also in a run that had one before.
+        return kl.kl_coef if kl.target_kl is None or adapted is None else adapted
 
     def _adapt_kl(self, measured: float, trajectories: int) -> None:
         kl = self._algorithm.kl

@@ -246,6 +246,17 @@ def test_a_kl_in_the_loss_is_measured_at_every_update(tmp_path: Path) -> None:
         assert fixed.progress.kl_coef is None  # a changed configuration counts after a resume
 
 
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_run_whose_target_was_taken_away_has_the_coefficient_of_its_configuration(
+    tmp_path: Path, place: str
+) -> None:
+    options = (f"algorithm.kl.place={place}", "algorithm.kl.kl_coef=0.5")
+    with updater_of(tmp_path, *options) as updater:
+        updater.progress.kl_coef = 7.0  # of the checkpoint, adapted
+        _, metrics = train(updater)
+    assert metrics["kl/coef"] == 0.5
+
+
 def test_without_a_kl_no_reference_is_scored(tmp_path: Path) -> None:
     with updater_of(tmp_path) as updater:
         batch, metrics = train(updater)
