@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from stepwell.backends.base import NO_PICTURES, TokenBatch, TrainingBackend
 from stepwell.backends.torch.critic import Critic
 from stepwell.datapool.types import Group
-from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages, spread_of
 from stepwell.trainer.algorithms.branches import of_kinds
 from stepwell.trainer.algorithms.kl import kl_in_reward, next_coef
 from stepwell.trainer.algorithms.losses import (
@@ -241,6 +241,8 @@ class Updater:
         if work is not None:
             mask = work if mask is None else mask * work
             metrics["policy/untrained_branches_share"] = 1 - float(work.mean())
+        if mask is not None and (trained := mask != 0).any():
+            metrics |= spread_of(columns["advantages"][trained].double().numpy())
         step_lags = lags(
             [s.policy_version for s in batch.steps],
             # A copy: a publication may end meanwhile, in the event loop's thread.

@@ -216,6 +216,9 @@ def test_a_side_call_trains_nothing_unless_that_is_wanted_and_its_reward_stays(
     assert prepared.batch.columns["coef"].sum() == pytest.approx(1)
     assert prepared.batch.columns["advantages"].isfinite().all()
     assert ("policy/untrained_branches_share" in prepared.metrics) is (kinds == "main")
+    advantages = prepared.batch.columns["advantages"][trained]
+    assert prepared.metrics["advantage/mean"] == pytest.approx(float(advantages.mean()))
+    assert prepared.metrics["advantage/std"] == pytest.approx(float(advantages.std(correction=0)))
 
 
 def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path) -> None:
