@@ -24,6 +24,7 @@ from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter
+from stepwell.trainer.trajectory_metrics import trajectory_metrics
 from stepwell.trainer.updater import Updater
 from tests.builders import step
 
@@ -189,6 +190,24 @@ def test_a_reply_that_nobody_saw_trains_nothing_unless_that_is_wanted(
     assert dead == ({1} if masked else set())
     assert prepared.batch.columns["coef"].sum() == pytest.approx(1)
     assert ("policy/superseded_share" in prepared.metrics) is masked
+
+
+def test_a_reply_that_nobody_saw_is_not_the_one_that_was_cut_off(tmp_path: Path) -> None:
+    """A try that its client had left was answered when the agent had ended, at its limit."""
+
+    def marked(t: Trajectory) -> Trajectory:
+        *others, last = t.steps
+        late = {"finish_reason": "length", "parent_index": None, "metadata": {DUPLICATE_OF: 0}}
+        return replace(t, steps=(*others, replace(last, **late) if others else last))
+
+    keys = ("algorithm.loss.mask_truncated=true", "algorithm.loss.mask_superseded=true")
+    batch = [replace(g, trajectories=tuple(map(marked, g.trajectories))) for g in groups()]
+    with updater_of(tmp_path, *keys) as updater:
+        prepared = updater.prepare(batch)
+    assert prepared.metrics["policy/truncated_share"] == 0
+    assert trajectory_metrics(batch)["response_length/clip_ratio"] == 0
+    first = torch.tensor([s.step_index == 0 for s in prepared.batch.steps for _ in s.response_ids])
+    assert torch.equal(prepared.batch.columns["coef"] != 0, first)
 
 
 def with_side_call(group: Group) -> Group:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from stepwell.datapool import DataPoolClient
-from stepwell.datapool.types import TRAIN, VAL, Group, Trajectory
+from stepwell.datapool.types import SUPERSEDES, TRAIN, VAL, Group, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import (
     AdvantageConfig,
@@ -28,6 +28,7 @@ from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout.worker import COMPLETE
+from stepwell.trainer.samples import validation_samples
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
 from tests.builders import step
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
@@ -283,6 +284,41 @@ async def test_a_reward_that_never_works_stops_the_run_with_the_causes(
             assert await scorer.score([make("1")], 1) == []
         with pytest.raises(RewardError, match=r"in 3 batches running .*5 × RewardCrashError"):
             await scorer.score([make("1")], 1)
+
+
+async def test_a_few_tasks_without_a_score_end_no_run(make: Any, write: Any) -> None:
+    """A batch of which one was lost is filled up with one at a time, and those may fail, too."""
+    body = "return 1.0 if solution_str == '4' else int('no number')"
+    async with scoring(write(body)) as scorer:
+        assert len(await scorer.score([make("4", uid=f"p{i}") for i in range(8)], 1)) == 8
+        for _ in range(7):
+            assert await scorer.score([make("x")], 1) == []
+        with pytest.raises(RewardError, match=r"in 8 batches running .*8 × RewardCrashError"):
+            await scorer.score([make("x")], 1)
+
+
+async def test_a_reply_that_nobody_saw_is_not_scored(make: Any, write: Any, encode: Any) -> None:
+    """A try that its client had left was answered when the agent had ended."""
+    body = "return {'score': 1.0, 'seen': [solution_str, extra_info['truncated']]}"
+    asked = make("four")
+    (trajectory,) = asked.trajectories
+    late = step(
+        [1],
+        encode("five"),
+        "p1-t0",
+        2,
+        prompt_uid="p1",
+        finish_reason="length",
+        metadata={SUPERSEDES: [2]},
+    )
+    asked = replace(asked, trajectories=(replace(trajectory, steps=(*trajectory.steps, late)),))
+    async with scoring(write(body)) as scorer:
+        (group,) = await scorer.score([asked])
+    assert group.trajectories[0].metadata[EXTRA]["seen"] == ["four", False]
+    (row,) = validation_samples(
+        [group], AutoTokenizer.from_pretrained(MODEL).decode, step=1, version=0
+    )
+    assert row["reply"] == "four"
 
 
 async def test_without_a_reward_the_unscored_are_counted_and_the_run_told(make: Any) -> None:
