@@ -284,7 +284,7 @@ def _source(group: Group) -> tuple[str, Any]:
 def _rewarded(trajectory: Trajectory, result: RewardResult) -> Trajectory:
     metadata = trajectory.metadata
     if result.extra:
-        metadata = {**metadata, EXTRA: dict(result.extra)}
+        metadata = {**metadata, EXTRA: plain(result.extra)}
     rewards = result.steps or (*(s.reward for s in trajectory.steps[:-1]), result.score)
     steps = tuple(
         replace(step, reward=reward) for step, reward in zip(trajectory.steps, rewards, strict=True)

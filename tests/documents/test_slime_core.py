@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -462,6 +463,24 @@ async def shows_its_text(args: Any, sample: Any, sampling_params: dict[str, Any]
     sample.tokens, sample.response_length = [5, *output["output_ids"]], len(output["output_ids"])
     sample.response = output["text"]
     return sample
+
+
+async def reads_json(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A reply may spell half a character, and a number of any size."""
+    sample = await shows_its_text(args, sample, sampling_params)
+    sample.metadata["read"] = json.loads('{"said": "\\ud83d", "n": 9999999999999999999999}')
+    return sample
+
+
+async def test_what_a_function_read_in_a_reply_comes_with_its_rollout(
+    worlds: Callable[..., Any], tmp_path: Path
+) -> None:
+    world = await worlds()
+    assert await run(world, tmp_path, "reads_json") == {"complete": 1}
+    lease = await world.pool.lease_batch(timeout_s=10)
+    assert lease is not None
+    (trajectory,) = lease.groups[0].trajectories
+    assert trajectory.metadata["read"] == {"said": "?", "n": "9999999999999999999999"}
 
 
 SEEN: list[str] = []

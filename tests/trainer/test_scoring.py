@@ -343,6 +343,26 @@ async def test_the_further_keys_of_a_result_are_metrics(make: Any, write: Any) -
         }
 
 
+async def test_the_further_keys_may_be_numpys_or_what_json_has_no_form_for(
+    make: Any, write: Any
+) -> None:
+    body = (
+        "import numpy as np; return {'score': np.float32(1), 'acc': np.bool_(True), "
+        "'n': np.int64(3), 'share': np.array(0.5), 'of': {(1, 2): {7}}, 'each': np.arange(2)}"
+    )
+    async with scoring(write(body)) as scorer:
+        groups = await scorer.score([make("4")])
+    said = groups[0].trajectories[0].metadata[EXTRA]
+    assert said == {"acc": True, "n": 3, "share": 0.5, "of": {"(1, 2)": "{7}"}, "each": [0, 1]}
+    assert json.loads(json.dumps(said)) == said
+    assert scorer.metrics(groups) == {
+        "reward_extra/acc": 1.0,
+        "reward_extra/n": 3.0,
+        "reward_extra/share": 0.5,
+        "reward/missing": 0.0,
+    }
+
+
 async def test_keys_that_make_no_metric_end_no_run(make: Any, write: Any) -> None:
     """What a policy wrote may have a thousand digits."""
     body = "return {'score': 0, 'pred': 7 * 10 ** len(solution_str), 2: 0.5, 'acc': 1}"
