@@ -8,7 +8,7 @@ import yaml
 
 from stepwell.config.keys import keys
 from stepwell.config.load import find_config, load_config
-from stepwell.trainer.config.data import JsonlSource
+from stepwell.trainer.config.data import HuggingFaceSource, JsonlSource
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
 
@@ -63,6 +63,23 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert config.data is not None
     assert isinstance(config.data.train, JsonlSource)
     assert config.data.train.path == tmp_path / "tasks.jsonl"
+
+
+def test_text_that_names_a_path_may_begin_at_home_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = ("save_debug_rollout_data=~/kept", "load_debug_rollout_data=~/{rollout_id}.slime.pt")
+    more = ("engine.python=~/bin/python", "gateway.tokenizer_path=~/model")
+    config = load_config("quickstart", [*(f"trainer.{key}" for key in keys), *more])
+    assert config.trainer.save_debug_rollout_data == f"{tmp_path}/kept"
+    assert config.trainer.load_debug_rollout_data == f"{tmp_path}/{{rollout_id}}.slime.pt"
+    assert config.engine.python == f"{tmp_path}/bin/python"
+    assert config.gateway.tokenizer_path == f"{tmp_path}/model"
+    files = JsonlSource.model_validate({"kind": "jsonl", "path": ["~/a.jsonl", "s3://b/~/c.jsonl"]})
+    assert files.path == (tmp_path / "a.jsonl", "s3://b/~/c.jsonl")
+    folder = HuggingFaceSource(kind="huggingface", path="~/data")
+    assert folder.path == f"{tmp_path}/data"
 
 
 def test_an_engine_is_chosen_by_its_kind_alone_and_keeps_its_other_keys() -> None:
