@@ -225,6 +225,7 @@ class SlimeSample:
         names = {f.name for f in fields(cls)}
         sample = cls(**{k: v for k, v in data.items() if k in names})
         sample.status = cls.Status(sample.status)
+        sample.metadata = sample.metadata or {}  # slime's functions may say None
         sample.spec_info = SpecInfo.from_dict(data.get("spec_info", {}))
         sample.prefix_cache_info = PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
         vars(sample).update({k: v for k, v in data.items() if k not in names})
