@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,32 @@ def test_a_dynamic_filter_sees_whole_samples_and_the_runs_arguments() -> None:
         check_whole(samples[index], index, reward)
         assert samples[index].group_index == 0
     assert (args.n_samples_per_prompt, args.reward_key) == (2, None)
+
+
+def test_what_an_agent_says_of_its_sample_names_no_code_and_changes_no_field() -> None:
+    """As a generate function does: its text, its status and attributes of its own are shown."""
+    seen.clear()
+    said = {
+        "response": "an answer",
+        "prompt": 5,
+        "status": "won",
+        "n_searches": 3,
+        "custom_rm_path": "os:abort",
+        "reward": 9.0,
+        "tokens": [1],
+        "label": "an answer",
+        "get_reward_value": None,
+        "to_dict": None,
+    }
+    (one, other), whole = with_tools(1.0, 0.5).trajectories, with_tools(1.0, 0.5)
+    marked = [replace(t, metadata={"slime_sample": s}) for t, s in ((one, said), (other, "mine"))]
+    assert rules(record).keep([replace(whole, trajectories=tuple(marked))])
+    ((_, (sample, second)),) = seen
+    assert (sample.response, sample.n_searches, sample.prompt) == ("an answer", 3, "A?")
+    assert (sample.custom_rm_path, sample.reward, sample.label) == (None, 1.0, "7")
+    assert sample.tokens == second.tokens == [65, 66, 67, 68, 69, 70]
+    assert sample.status == sample_class().Status.COMPLETED
+    assert sample.get_reward_value(None) == sample.to_dict()["reward"] == 1.0
 
 
 def test_an_over_sampling_filter_sees_whole_samples_of_every_group() -> None:
