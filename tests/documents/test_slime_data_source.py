@@ -378,6 +378,24 @@ def test_what_over_sampling_left_goes_out_in_the_next_rollout(
     assert names(source.get_samples(3)) == ["q3", "q4", "q0"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [("[1:3]", [1, 2]), ("[:2]", [0, 1]), ("[-2:]", [3, 4]), ("[:-4]", [0]), ("[3:99]", [3, 4])],
+)
+def test_a_path_may_name_a_range_of_its_rows(
+    args: Callable[..., Namespace], prompts: Path, rows: str, wanted: list[int]
+) -> None:
+    """slime 0.3's form, `data.jsonl@[0:1000]`."""
+    part = args(prompt_data=f"{prompts}@{rows}")
+    source = RolloutDataSource(part)
+    assert names(source.get_samples(len(source))) == [f"q{i}" for i in wanted]
+    longest = len(_tokens(args)[wanted[0]])
+    short = RolloutDataSource(Namespace(**vars(part) | {"rollout_max_prompt_len": longest}))
+    assert names(short.get_samples(len(short))) == [f"q{wanted[0]}"]
+    with pytest.raises(DataError, match=r"@\[9:\]', which has no rows"):
+        RolloutDataSource(args(prompt_data=f"{prompts}@[9:]"))
+
+
 def test_prompts_longer_than_the_limit_are_left_out(
     args: Callable[..., Namespace],
 ) -> None:
