@@ -116,7 +116,13 @@ def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
         messages = step.metadata.get("messages")
         for message in messages if isinstance(messages, list | tuple) else ():
             if isinstance(message, Mapping) and message.get("role") == "tool":
-                yield str(message.get("content")).lstrip().lower().startswith("error")
+                yield _text(message.get("content")).lstrip().lower().startswith("error")
+
+
+def _text(content: Any) -> str:
+    """Text of a message, which has parts where pictures are shown."""
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
 
 
 def _tool_metrics(trajectory: Trajectory) -> Iterable[tuple[str, float]]:
