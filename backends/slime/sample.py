@@ -261,5 +261,5 @@ def put_back(sample: SlimeSample, of_function: Mapping[str, Any]) -> None:
         or not (name in own or any(hasattr(kind, name) for kind in kinds))
     }
     with suppress(ValueError):  # none, or none of slime's
-        given["status"] = SlimeSample.Status(of_function.get("status"))
+        given["status"] = SlimeSample.Status(str(of_function.get("status")))
     vars(sample).update(given)
