@@ -63,8 +63,9 @@ class GenerateState:
 
     def __new__(cls, args: Any) -> GenerateState:
         if cls._made is None:
-            cls._made = super().__new__(cls)
-            cls._made._begin(args)
+            made = super().__new__(cls)
+            made._begin(args)
+            cls._made = made  # a whole one: the next call would else get what failed
         return cls._made
 
     def _begin(self, args: Any) -> None:
