@@ -50,6 +50,10 @@ def takes_one(samples: list[Any]) -> bool:
     return True
 
 
+async def keeps_none(args: Any, samples: list[Any]) -> bool:
+    return False
+
+
 def with_tools(*rewards: float, finish: str = "stop") -> Group:
     """Each trajectory has two turns, with a tool's answer between them."""
     trajectories = []
@@ -172,14 +176,16 @@ def test_an_argument_that_a_run_does_not_have_is_named() -> None:
         rules(reads_an_unknown_argument).keep([with_tools(1.0, 0.0)])
 
 
-@pytest.mark.parametrize("name", ["takes_one", "nowhere"])
+@pytest.mark.parametrize("name", ["takes_one", "nowhere", "keeps_none"])
 def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(name: str) -> None:
     path = f"{__name__}:{name}"
     for config in (
         SamplingConfig(filters=[f"slime_filter({path})"]),
         SamplingConfig(over_sampling_batch_size=4, over_sampling_filter=path),
     ):
-        with pytest.raises(ConfigError, match=r"\(args, samples\)|has no attribute 'nowhere'"):
+        with pytest.raises(
+            ConfigError, match=r"\(args, samples\)|has no attribute 'nowhere'|async"
+        ):
             GroupFilter(config)
 
 
