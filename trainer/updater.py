@@ -43,7 +43,13 @@ from stepwell.trainer.algorithms.losses import (
     seen,
     untruncated,
 )
-from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct, lags
+from stepwell.trainer.algorithms.off_policy.correction import (
+    PROBS_DIFF,
+    TokenWeights,
+    correct,
+    lags,
+    probs_diff,
+)
 from stepwell.trainer.algorithms.off_policy.proximal import is_first_forward, proximal_log_probs
 from stepwell.trainer.checkpoint import BACKEND, CRITIC
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
@@ -269,10 +275,15 @@ class Updater:
                 mask=mask,
             )
             measured["off_policy/missing_steps"] = without
-            # How exactly engine and trainer agree, μ as the engine said.
+            # How exactly engine and trainer agree, μ as the engine said: above it may be π_prox.
+            measured = {n: x for n, x in measured.items() if not n.startswith(PROBS_DIFF)}
+            by_trainer = algorithm.off_policy.proximal == "recompute"
+            told = torch.isfinite(mu) if mask is None else torch.isfinite(mu) & (mask != 0)
+            if by_trainer and told.any():
+                measured |= probs_diff(prox[told], mu[told])
             gap = (prox - mu)[sampled_now].abs()
             gap = gap[torch.isfinite(gap)]
-            if algorithm.off_policy.proximal == "recompute" and len(gap):
+            if by_trainer and len(gap):
                 measured["log_prob_gap"] = float(gap.max())
             found = {"prox_log_probs": prox, "rollout_log_probs": behaviour}
             return {**found, "weights": weights}, measured

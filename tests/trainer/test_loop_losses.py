@@ -294,6 +294,7 @@ def test_bypass_saves_the_pass_that_recomputes_the_proximal_policy(tmp_path: Pat
         assert torch.equal(batch.columns["prox_log_probs"], batch.columns["rollout_log_probs"])
         assert metrics["policy/kl_k1"] != 0  # the ratio is π/μ
         assert "log_prob_gap" not in metrics
+        assert "rollout_probs_diff/mean" not in metrics  # nothing of the trainer's to compare with
         batch = updater.prepare(groups(log_probs=False)).batch
         assert backend.passes == 1
         assert torch.isfinite(batch.columns["prox_log_probs"]).all()
@@ -317,6 +318,9 @@ def test_the_gap_to_the_engine_is_measured_also_when_its_log_probs_are_not_used(
         batch, metrics = train(unused)
     assert torch.equal(batch.columns["rollout_log_probs"], batch.columns["prox_log_probs"])
     assert metrics["log_prob_gap"] == expected["log_prob_gap"] > 0.1  # the steps say -1.5
+    diff = {n: x for n, x in expected.items() if n.startswith("rollout_probs_diff/")}
+    assert len(diff) == 3
+    assert {n: metrics[n] for n in diff} == diff
 
 
 @pytest.mark.parametrize(
