@@ -312,9 +312,12 @@ async def test_a_reply_that_nobody_saw_is_not_scored(make: Any, write: Any, enco
         metadata={SUPERSEDES: [2]},
     )
     asked = replace(asked, trajectories=(replace(trajectory, steps=(*trajectory.steps, late)),))
-    async with scoring(write(body)) as scorer:
-        (group,) = await scorer.score([asked])
+    most = OverlongBufferConfig(max_resp_len=len(encode("call")) + len(encode("four")) + 1, len=1)
+    scorer = Scorer(write(body), MODEL, most)
+    (group,) = await scorer.score([asked])
+    await scorer.aclose()
     assert group.trajectories[0].metadata[EXTRA]["seen"] == ["four", False]
+    assert group.trajectories[0].reward == 1.0  # it is not too long
     (row,) = validation_samples(
         [group], AutoTokenizer.from_pretrained(MODEL).decode, step=1, version=0
     )
