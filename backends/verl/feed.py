@@ -13,8 +13,8 @@
 A batch that is not acked when the loop is left goes back at once; after a crash it goes back when
 its lease runs out. Leases are renewed while the event loop runs. A step that blocks it for longer
 than `lease_s` loses them: a group that the pool then serves again is recognised and not yielded
-twice, but another consumer of the channel may get it first. For a V1 trainer, `groups()` yields
-what `verl/queue.put` takes.
+twice, but another consumer of the channel may get it first. For a V1 trainer, `groups()` yields the
+groups whose rows `verl/queue.put` takes: `put(backend.rows(trained_steps(groups)))`.
 
 Owns: what a batch is. Does not own: leases (`datapool/remote/lease_keeper.py`), conversion
 (`verl/backend.py`), the pool.
