@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -33,6 +34,10 @@ def at_home(path: Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+HomeText: TypeAlias = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Text that may be a path, `at_home`."""
+
+
 class Section(BaseModel):
     """Base of every section of a configuration: unknown keys are refused, and nothing changes."""
 
@@ -47,8 +52,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _home(cls, value: Any) -> Any:
-        if isinstance(value, tuple) and any(isinstance(each, Path) for each in value):
-            return tuple(at_home(each) if isinstance(each, Path) else each for each in value)
+        if isinstance(value, tuple):
+            return tuple(at_home(v) if isinstance(v, Path) else v for v in value)
         return at_home(value) if isinstance(value, Path) else value
 
     @model_validator(mode="before")

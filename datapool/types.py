@@ -555,6 +555,14 @@ def superseded(steps: Sequence[Step]) -> frozenset[int]:
     return frozenset(i for i in found if isinstance(i, int) and i not in continued)
 
 
+def last_seen(steps: Sequence[Step]) -> int:
+    """Place in `steps`, of one trajectory in order, of the last reply that is not `superseded`: a
+    try whose client had left may be answered when the agent has ended."""
+    unseen = superseded(steps)
+    places = (i for i in reversed(range(len(steps))) if steps[i].step_index not in unseen)
+    return next(places, len(steps) - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The complete trajectories of one prompt. `n_rollouts` is what was asked for; the real size

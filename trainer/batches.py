@@ -388,7 +388,7 @@ class Batches:
         try:
             return await channel.take(size)
         except StarvedError as e:
-            raise StarvedError(await self._why_starved(channel)) from e
+            raise StarvedError(await self._why_starved(channel, size)) from e
 
     @property
     def _batch_size(self) -> int:
@@ -412,12 +412,12 @@ class Batches:
             f"serve version {self._progress.version}"
         )
 
-    async def _why_starved(self, channel: TrainedChannel) -> str:
+    async def _why_starved(self, channel: TrainedChannel, size: int) -> str:
         """The causes, and a table of where the channel's groups are."""
         stats = await channel.pool.get_statistics(channel.name)
         return (
             f"{await why_lost(channel.pool, channel.name, self.scorer, self._folder)}\n"
-            f"no {self._config.train_batch_size} groups became ready within "
+            f"no {size} groups became ready within "
             f"trainer.starvation_timeout_s = {self._config.starvation_timeout_s:g} s\n"
             + _states(stats, self._filter.dropped)
         )

@@ -30,6 +30,7 @@ import orjson
 import psutil
 
 from stepwell.datapool.sealed import damaged, read_lines, sealed, unsealed
+from stepwell.trainer.plain import plain_text
 
 METRICS = "metrics.jsonl"
 """File of the metrics, in the run's folder."""
@@ -138,8 +139,10 @@ def read_metrics(path: Path, first: int = 1) -> list[dict[str, Any]]:
 
 
 def _clean(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Names may hold what a policy wrote, as the keys of a reward's result."""
     return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+        plain_text(k): None if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in record.items()
     }
 
 

@@ -1,6 +1,6 @@
 """Values as they can be sent to the pool, the gateway or a model and written as JSON, whatever
-agents, data sets, tools and rewards say: no integer beyond 64 bits, no half of a character (a lone
-surrogate).
+agents, data sets, tools and rewards say: numbers, text, lists and objects of these, with no integer
+beyond 64 bits and no half of a character (a lone surrogate).
 """
 
 from __future__ import annotations
@@ -18,11 +18,24 @@ def plain_text(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """`value` with integers beyond 64 bits as text, and each text as `plain_text`."""
+    """`value` with each text as `plain_text`, NumPy's and torch's numbers and arrays as Python's,
+    and integers beyond 64 bits and all that JSON has no form for as text, keys too."""
     if isinstance(value, str):
         return plain_text(value)
-    if isinstance(value, int) and not -MAX_INT <= value < 2 * MAX_INT:
-        return shown(value) or hex(value)
+    if isinstance(value, int):
+        is_within = -MAX_INT <= value < 2 * MAX_INT
+        return value if is_within else shown(value) or hex(value)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {_plain_key(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if callable(to_list := getattr(value, "tolist", None)):
+        return plain(to_list())
+    return value if value is None else plain_text(shown(value))
+
+
+def _plain_key(key: Any) -> Any:
+    found = plain(key)
+    return plain_text(shown(key)) if isinstance(found, dict | list) else found

@@ -46,7 +46,15 @@ from stepwell.datapool.files.trained import (
     write_trained,
 )
 from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, write_durably
-from stepwell.datapool.types import Group, Step, Trajectory, mapping_in, user_of
+from stepwell.datapool.types import (
+    Group,
+    Step,
+    TokenIds,
+    Trajectory,
+    last_seen,
+    mapping_in,
+    user_of,
+)
 from stepwell.trainer.errors import shown
 from stepwell.trainer.plain import plain
 from stepwell.trainer.scoring import EXTRA
@@ -215,7 +223,7 @@ class Trained:
         self, group: Group, trajectory: Trajectory, trained: TrainedTrajectory
     ) -> dict[str, Any]:
         prompt = trajectory.steps[0].prompt_ids
-        last = trajectory.steps[-1]
+        last = trajectory.steps[last_seen(trajectory.steps)]
         most = None if self._lines is None else MAX_CHARS
         whole = last.token_ids
         if np.array_equal(whole[: len(prompt)], prompt):  # with what tools wrote in between
@@ -317,11 +325,15 @@ def validation_samples(
             "step": step,
             "version": version,
             "question": question(task_of(group)),
-            "reply": str(decode(trajectory.steps[-1].response_ids, skip_special_tokens=True)),
+            "reply": str(decode(_reply(trajectory), skip_special_tokens=True)),
         }
         for group in groups
         for trajectory in group.trajectories
     ]
+
+
+def _reply(trajectory: Trajectory) -> TokenIds:
+    return trajectory.steps[last_seen(trajectory.steps)].response_ids
 
 
 def question(task: Mapping[str, Any]) -> str:

@@ -33,15 +33,17 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.types import Group, Trajectory, mapping_in
+from stepwell.datapool.types import Group, Trajectory, last_seen, mapping_in
 from stepwell.trainer.config import OverlongBufferConfig, RewardConfig
 from stepwell.trainer.errors import RewardError
+from stepwell.trainer.plain import plain
 from stepwell.trainer.rewards.base import RewardResult, RewardSample
 from stepwell.trainer.rewards.data_sources import has_usual_reward
 from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.overlong import punished
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
+    is_clipped,
     task_of,
     tool_use,
     trajectory_metrics,
@@ -105,7 +107,7 @@ class Scorer:
         self._manager = RewardManager(self._config)
         self._tokenizer_path = tokenizer_path
         self._skips = skip_special_tokens
-        self._failed_batches = 0
+        self._failed_batches = self._failed_groups = self._batch_size = 0
         self.unscored: Counter[str] = Counter()
         """Trajectories left out so far, by cause."""
         self._last_failure = ""
@@ -119,7 +121,8 @@ class Scorer:
 
         Raises:
             RewardError: nothing of a training batch could be scored, `MAX_FAILED_BATCHES` times
-                running: a reward that never works would else use up the data in silence.
+                running: a reward that never works would else use up the data in silence. Where a
+                batch is filled up, with one group at a time, it takes as many as a batch has.
         """
         rewarded = await self._reward(groups)
         scored: list[Group] = []
@@ -216,7 +219,7 @@ class Scorer:
         length = sum(len(s.response_ids) for s in trajectory.steps)
         return RewardSample(
             data_source=str(task.get("data_source", "")),
-            solution_str=responses[-1],
+            solution_str=responses[last_seen(trajectory.steps)],
             ground_truth=task.get("answer"),
             extra_info={
                 **TOOLS,
@@ -228,7 +231,7 @@ class Scorer:
                 "responses": responses,
                 "num_turns": len(responses),
                 "response_length": length,
-                "truncated": trajectory.steps[-1].finish_reason == "length",
+                "truncated": is_clipped(trajectory),
                 "agent_reward": trajectory.reward,
             },
             group=group.prompt_uid,
@@ -238,8 +241,10 @@ class Scorer:
     def _watch(self, groups: Sequence[Group], scored: Sequence[Group]) -> None:
         if not groups:
             return
+        self._batch_size = max(self._batch_size, len(groups))
         self._failed_batches = 0 if scored else self._failed_batches + 1
-        if self._failed_batches >= MAX_FAILED_BATCHES:
+        self._failed_groups = 0 if scored else self._failed_groups + len(groups)
+        if self._failed_batches >= MAX_FAILED_BATCHES and self._failed_groups >= self._batch_size:
             raise RewardError(
                 f"no trajectory could be scored in {self._failed_batches} batches running "
                 f"(left out so far: {self.why_unscored()}); "
@@ -279,7 +284,7 @@ def _source(group: Group) -> tuple[str, Any]:
 def _rewarded(trajectory: Trajectory, result: RewardResult) -> Trajectory:
     metadata = trajectory.metadata
     if result.extra:
-        metadata = {**metadata, EXTRA: dict(result.extra)}
+        metadata = {**metadata, EXTRA: plain(result.extra)}
     rewards = result.steps or (*(s.reward for s in trajectory.steps[:-1]), result.score)
     steps = tuple(
         replace(step, reward=reward) for step, reward in zip(trajectory.steps, rewards, strict=True)

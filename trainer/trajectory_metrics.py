@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.datapool.types import Group, Trajectory, mapping_in
+from stepwell.datapool.types import Group, Trajectory, last_seen, mapping_in
 
 
 def trajectory_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -90,8 +90,8 @@ def versions_of(trajectory: Trajectory) -> set[int]:
 
 
 def is_clipped(trajectory: Trajectory) -> bool:
-    """Return whether its last call ended at its limit of tokens."""
-    return trajectory.steps[-1].finish_reason == "length"
+    """Return whether its last reply ended at its limit of tokens."""
+    return trajectory.steps[last_seen(trajectory.steps)].finish_reason == "length"
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -116,7 +116,13 @@ def _tool_results(trajectory: Trajectory) -> Iterable[bool]:
         messages = step.metadata.get("messages")
         for message in messages if isinstance(messages, list | tuple) else ():
             if isinstance(message, Mapping) and message.get("role") == "tool":
-                yield str(message.get("content")).lstrip().lower().startswith("error")
+                yield _text(message.get("content")).lstrip().lower().startswith("error")
+
+
+def _text(content: Any) -> str:
+    """Text of a message, which has parts where pictures are shown."""
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
 
 
 def _tool_metrics(trajectory: Trajectory) -> Iterable[tuple[str, float]]:

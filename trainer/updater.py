@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from stepwell.backends.base import NO_PICTURES, TokenBatch, TrainingBackend
 from stepwell.backends.torch.critic import Critic
 from stepwell.datapool.types import Group
-from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages, spread_of
 from stepwell.trainer.algorithms.branches import of_kinds
 from stepwell.trainer.algorithms.kl import kl_in_reward, next_coef
 from stepwell.trainer.algorithms.losses import (
@@ -43,7 +43,13 @@ from stepwell.trainer.algorithms.losses import (
     seen,
     untruncated,
 )
-from stepwell.trainer.algorithms.off_policy.correction import TokenWeights, correct, lags
+from stepwell.trainer.algorithms.off_policy.correction import (
+    PROBS_DIFF,
+    TokenWeights,
+    correct,
+    lags,
+    probs_diff,
+)
 from stepwell.trainer.algorithms.off_policy.proximal import is_first_forward, proximal_log_probs
 from stepwell.trainer.checkpoint import BACKEND, CRITIC
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
@@ -241,6 +247,8 @@ class Updater:
         if work is not None:
             mask = work if mask is None else mask * work
             metrics["policy/untrained_branches_share"] = 1 - float(work.mean())
+        if mask is not None and (trained := mask != 0).any():
+            metrics |= spread_of(columns["advantages"][trained].double().numpy())
         step_lags = lags(
             [s.policy_version for s in batch.steps],
             # A copy: a publication may end meanwhile, in the event loop's thread.
@@ -267,10 +275,15 @@ class Updater:
                 mask=mask,
             )
             measured["off_policy/missing_steps"] = without
-            # How exactly engine and trainer agree, μ as the engine said.
+            # How exactly engine and trainer agree, μ as the engine said: above it may be π_prox.
+            measured = {n: x for n, x in measured.items() if not n.startswith(PROBS_DIFF)}
+            by_trainer = algorithm.off_policy.proximal == "recompute"
+            told = torch.isfinite(mu) if mask is None else torch.isfinite(mu) & (mask != 0)
+            if by_trainer and told.any():
+                measured |= probs_diff(prox[told], mu[told])
             gap = (prox - mu)[sampled_now].abs()
             gap = gap[torch.isfinite(gap)]
-            if algorithm.off_policy.proximal == "recompute" and len(gap):
+            if by_trainer and len(gap):
                 measured["log_prob_gap"] = float(gap.max())
             found = {"prox_log_probs": prox, "rollout_log_probs": behaviour}
             return {**found, "weights": weights}, measured
@@ -392,8 +405,9 @@ class Updater:
 
     @property
     def _kl_coef(self) -> float:
-        adapted = self.progress.kl_coef
-        return self._algorithm.kl.kl_coef if adapted is None else adapted
+        kl, adapted = self._algorithm.kl, self.progress.kl_coef
+        # Without a target that of the configuration holds, also in a run that had one before.
+        return kl.kl_coef if kl.target_kl is None or adapted is None else adapted
 
     def _adapt_kl(self, measured: float, trajectories: int) -> None:
         kl = self._algorithm.kl

@@ -44,6 +44,7 @@ from stepwell.trainer.scoring import Scorer, why_lost
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
     data_source,
+    is_clipped,
     tool_use,
     trajectory_metrics,
     versions_of,
@@ -389,7 +390,7 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
         if finished:
             source = data_source(group)
             rewards[source].append([float(t.reward) for t in finished if t.reward is not None])
-            cut_off[source] += [t.steps[-1].finish_reason == "length" for t in finished]
+            cut_off[source] += map(is_clipped, finished)
     result: dict[str, float] = {}
     for source, prompts in sorted(rewards.items()):
         result[f"val/{source}/truncated_ratio"] = float(np.mean(cut_off[source]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
@@ -19,6 +20,8 @@ from typing import Any, Self
 SAMPLE = "slime_sample"
 """Key of a trajectory's metadata: prompt, response, status and further attributes of the Sample
 that a generate function made of it."""
+_TEXTS: Mapping[str, Any] = {"prompt": (str, list), "response": str}
+"""Fields that a generate function gives, with their types."""
 
 
 @dataclass
@@ -225,6 +228,7 @@ class SlimeSample:
         names = {f.name for f in fields(cls)}
         sample = cls(**{k: v for k, v in data.items() if k in names})
         sample.status = cls.Status(sample.status)
+        sample.metadata = sample.metadata or {}  # slime's functions may say None
         sample.spec_info = SpecInfo.from_dict(data.get("spec_info", {}))
         sample.prefix_cache_info = PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
         vars(sample).update({k: v for k, v in data.items() if k not in names})
@@ -245,8 +249,17 @@ def as_slime(sample: SlimeSample) -> Any:
 
 
 def put_back(sample: SlimeSample, of_function: Mapping[str, Any]) -> None:
-    """Give `sample` what the Sample of a generate function had: `SAMPLE` of its trajectory."""
-    given = dict(of_function)
-    if (status := given.pop("status", None)) is not None:
-        sample.status = SlimeSample.Status(status)
+    """Give `sample` text, status and further attributes that the Sample of a generate function had:
+    `SAMPLE` of its trajectory. Anybody who has the trajectory may write there, so it sets no other
+    field (some name code) and hides no method."""
+    kinds = (SlimeSample, sample_class())
+    own = {f.name for kind in kinds for f in fields(kind)}
+    given = {
+        name: value
+        for name, value in of_function.items()
+        if isinstance(value, _TEXTS.get(name, ()))
+        or not (name in own or any(hasattr(kind, name) for kind in kinds))
+    }
+    with suppress(ValueError):  # none, or none of slime's
+        given["status"] = SlimeSample.Status(str(of_function.get("status")))
     vars(sample).update(given)

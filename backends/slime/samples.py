@@ -232,7 +232,7 @@ def _samples(
         if reason is not None:
             untrained[reason] += len(step.response_ids)
     metadata = {
-        **{name: value for name, value in trajectory.metadata.items() if name != SAMPLE},
+        **{k: v for k, v in trajectory.metadata.items() if k not in (SAMPLE, PADDING)},
         "prompt_uid": trajectory.prompt_uid,
         "trajectory_uid": trajectory.trajectory_uid,
         "source_name": source_of(trajectory, group),

@@ -315,6 +315,11 @@ def _refuse(config: TorchBackendConfig) -> None:
                 f"backend.{name} is {value!r}, which is Tinker's own to choose; leave it out "
                 "(the rank of the adapters is `rank` in backend.options)"
             )
+    if config.reference_path is not None:
+        raise BackendConfigError(
+            f"backend.reference_path is {str(config.reference_path)!r}, and at Tinker the "
+            "reference is the model without its adapters; leave it out"
+        )
 
 
 def _data(rows: Sequence[TokenRow], *, weights: bool = False) -> list[Any]:

@@ -245,20 +245,24 @@ class VerlBackend(TrainingBackend):
 def trained_steps(groups: Sequence[Group]) -> list[Step]:
     """The steps of `groups` in order, without those of greedy baseline rollouts and replies that
     nobody saw."""
-    trained = [t for g in groups for t in g.trajectories if not t.metadata.get(GREEDY)]
-    return [step for t in trained for step in _seen(t)]
+    trained = [t for g in seen_groups(groups) for t in g.trajectories if not t.metadata.get(GREEDY)]
+    return [step for t in trained for step in t.steps]
 
 
-def _seen(trajectory: Trajectory) -> Sequence[Step]:
-    """The steps of a trajectory without the replies that nobody saw, whose reward the last one
-    takes over."""
+def seen_groups(groups: Sequence[Group]) -> list[Group]:
+    """`groups` without the replies that nobody saw."""
+    return [replace(g, trajectories=tuple(map(_seen, g.trajectories))) for g in groups]
+
+
+def _seen(trajectory: Trajectory) -> Trajectory:
+    """A trajectory without the replies that nobody saw, whose reward the last one takes over."""
     if not (unseen := superseded(trajectory.steps)):
-        return trajectory.steps
+        return trajectory
     seen = [s for s in trajectory.steps if s.step_index not in unseen]
     lost = [s.reward for s in trajectory.steps if s.step_index in unseen and s.reward is not None]
     if seen and lost:
         seen[-1] = replace(seen[-1], reward=sum(lost, seen[-1].reward or 0.0))
-    return seen
+    return replace(trajectory, steps=tuple(seen))
 
 
 def require_verl() -> None:

@@ -13,8 +13,8 @@
 A batch that is not acked when the loop is left goes back at once; after a crash it goes back when
 its lease runs out. Leases are renewed while the event loop runs. A step that blocks it for longer
 than `lease_s` loses them: a group that the pool then serves again is recognised and not yielded
-twice, but another consumer of the channel may get it first. For a V1 trainer, `groups()` yields
-what `verl/queue.put` takes.
+twice, but another consumer of the channel may get it first. For a V1 trainer, `groups()` yields the
+groups whose rows `verl/queue.put` takes: `put(backend.rows(trained_steps(groups)))`.
 
 Owns: what a batch is. Does not own: leases (`datapool/remote/lease_keeper.py`), conversion
 (`verl/backend.py`), the pool.
@@ -28,13 +28,14 @@ from types import TracebackType
 
 from torch import Tensor
 
-from stepwell.backends.verl.backend import DataProto, VerlBackend
+from stepwell.backends.verl.backend import DataProto, VerlBackend, seen_groups
 from stepwell.datapool.errors import DataPoolError, LeaseExpiredError
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, LeasingPool
 from stepwell.datapool.types import TRAIN, Group
 
 Columns = Callable[[Sequence[Group]], Mapping[str, Tensor]]
-"""Groups -> Stepwell's columns over `trained_steps(groups)`: advantages of your own."""
+"""Groups, without replies that nobody saw -> Stepwell's columns over `trained_steps(groups)`:
+advantages of your own."""
 
 
 class VerlFeed:
@@ -84,9 +85,10 @@ class VerlFeed:
 
     async def __aiter__(self) -> AsyncIterator[DataProto]:
         async for groups in self.groups():
-            columns = self._columns(groups) if self._columns else None
             pictures = {k: v for g in groups for k, v in (await self._keeper.pictures(g)).items()}
-            yield self._backend.convert_groups(groups, columns=columns, pictures=pictures)
+            seen = seen_groups(groups)
+            columns = self._columns(seen) if self._columns else None
+            yield self._backend.convert_groups(seen, columns=columns, pictures=pictures)
 
     async def groups(self) -> AsyncIterator[tuple[Group, ...]]:
         """The leased groups themselves, batch by batch."""

@@ -528,6 +528,13 @@ def test_groups_of_different_sizes_are_each_normalised_within_themselves() -> No
     assert found == pytest.approx({"a": -1, "b": 1, "c": -1, "d": -1, "e": 2})
 
 
+def test_an_agents_word_for_its_padding_makes_no_stand_in_of_its_rollout() -> None:
+    both = group([step_of("a", reward=1.0)], [step_of("b", reward=0.0)])
+    said = tuple(replace(t, metadata={"padding": "left"}) for t in both.trajectories)
+    found = rewards_of([replace(both, trajectories=said)], grpo_std_normalization=False)
+    assert found == {"a": 0.5, "b": -0.5}
+
+
 def test_equal_rewards_give_exactly_zero_and_a_group_of_one_keeps_its_own() -> None:
     same = group(*([step_of(str(i), reward=0.1)] for i in range(3)))
     alone = group([step_of("alone", reward=0.7)], uid="q")

@@ -207,6 +207,8 @@ def test_what_tinker_cannot_do_is_refused_by_name(server: TinkerServer, folder: 
         TinkerBackend(config(server, ranks=2), folder)
     with pytest.raises(BackendConfigError, match=r"backend\.lora is .* is Tinker's own"):
         TinkerBackend(config(server, lora=LoraConfig(rank=2)), folder)
+    with pytest.raises(BackendConfigError, match=r"backend\.reference_path is '/ref', and at"):
+        TinkerBackend(config(server, reference_path="/ref"), folder)
 
 
 AGENT = """

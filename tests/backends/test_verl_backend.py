@@ -31,6 +31,8 @@ from stepwell.datapool.types import (
     Trajectory,
     VersionSpan,
 )
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.config import AdvantageConfig
 from tests.backends.random_groups import random_groups, steps_of
 from tests.builders import step
 
@@ -395,6 +397,24 @@ async def test_a_feed_yields_every_group_once_and_acks_on_demand(pool: DataPoolC
     assert sorted(seen) == [g.prompt_uid for g in groups]
     # The last batch was never acked: it is served again.
     assert await counts(pool) == {"ready": 2, "leased": 0, "acked": 4}
+
+
+async def test_advantages_of_ones_own_fit_a_group_with_a_reply_that_nobody_saw(
+    pool: DataPoolClient,
+) -> None:
+    read = scored([1, 2], [3], reward=0.5)
+    on = scored([1, 2, 3, 5], [6], index=1, parent_index=0, metadata={SUPERSEDES: [2]})
+    lost = scored([1, 2], [4, 4], index=2)
+    await fill(pool, [Group("p", (Trajectory("t", "p", (read, on, lost)),))])
+    await pool.complete_trajectory("t")
+
+    def columns(groups: Any) -> Any:
+        return compute_advantages(groups, AdvantageConfig()).columns
+
+    async with VerlFeed(pool, Recording(), groups=1, timeout_s=0, columns=columns) as feed:
+        (batch,) = [batch async for batch in feed]
+    assert batch.tensors["responses"].tolist() == [[3, 5, 6]]
+    assert batch.tensors["advantages"].tolist() == [[0.5, 0, 0.5]]
 
 
 async def test_a_loop_that_fails_gives_its_batches_back_at_once(pool: DataPoolClient) -> None:

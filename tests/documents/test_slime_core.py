@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from stepwell.backends.slime.sample import SlimeSample
 from stepwell.datapool.types import Group, Step
 from stepwell.gateway.config import ChannelSampling
 from stepwell.trainer.config import RewardConfig, RolloutConfig, ValidationConfig
-from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.errors import DataError, RolloutError
 from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.rollout.worker import RolloutWorker
 from stepwell.trainer.scoring import Scorer
@@ -464,6 +466,24 @@ async def shows_its_text(args: Any, sample: Any, sampling_params: dict[str, Any]
     return sample
 
 
+async def reads_json(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A reply may spell half a character, and a number of any size."""
+    sample = await shows_its_text(args, sample, sampling_params)
+    sample.metadata["read"] = json.loads('{"said": "\\ud83d", "n": 9999999999999999999999}')
+    return sample
+
+
+async def test_what_a_function_read_in_a_reply_comes_with_its_rollout(
+    worlds: Callable[..., Any], tmp_path: Path
+) -> None:
+    world = await worlds()
+    assert await run(world, tmp_path, "reads_json") == {"complete": 1}
+    lease = await world.pool.lease_batch(timeout_s=10)
+    assert lease is not None
+    (trajectory,) = lease.groups[0].trajectories
+    assert trajectory.metadata["read"] == {"said": "?", "n": "9999999999999999999999"}
+
+
 SEEN: list[str] = []
 
 
@@ -504,6 +524,14 @@ def test_a_function_that_cannot_be_run_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(RolloutError, match=re.escape(why)):
         load_agent(f"{__name__}:{function}")
+
+
+def test_a_state_that_could_not_be_made_is_made_again(tmp_path: Path) -> None:
+    GenerateState._made = None
+    known = {"rollout_num_gpus": 1, "rollout_num_gpus_per_engine": 1, "hf_checkpoint": tmp_path}
+    for _ in range(2):
+        with pytest.raises(DataError, match="no tokenizer can be loaded"):
+            GenerateState(SimpleNamespace(**known))
 
 
 def test_arguments_that_nobody_reads_are_refused() -> None:

@@ -381,6 +381,11 @@ def test_a_missing_file_and_one_of_another_kind_are_named(tmp_path: Path) -> Non
         trained_on(tmp_path)
 
 
+def test_a_sample_may_have_no_metadata(tmp_path: Path) -> None:
+    save(tmp_path, 0, [s.to_dict() for s in two_groups(metadata=None)])
+    assert len(trained_on(tmp_path).steps[0]) == 8
+
+
 async def test_a_run_writes_slimes_form_and_is_trained_on_as_its_own(tmp_path: Path) -> None:
     both: dict[str, RecordingBackend] = {}
     for ending in (".pt", ".slime.pt"):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -222,6 +223,23 @@ def test_a_state_that_slime_wrote_is_gone_on_from(
     assert names(source.get_samples(3)) == [f"q{i}" for i in order[2:]]
 
 
+def test_a_state_that_could_not_be_read_again_is_not_written(
+    args: Callable[..., Namespace], tmp_path: Path
+) -> None:
+    source = RolloutDataSourceWithBuffer(args())
+    source.update_metadata({"seen": {1, 2}, "scores": np.arange(3), "at": (1.5, None)})
+    source.save(4)
+    again = RolloutDataSource(args())
+    again.load(4)
+    assert again.metadata["seen"] == {1, 2}
+    (group,) = source.get_samples(1)
+    group[0].metadata["file"] = tmp_path
+    source.add_samples([group])
+    with pytest.raises(CheckpointError, match=r"state_dict_5\.pt is not written, .* keep numbers"):
+        source.save(5)
+    assert not state_file(tmp_path, 5).exists()
+
+
 def test_a_state_that_is_of_other_data_or_runs_code_is_refused(
     args: Callable[..., Namespace], tmp_path: Path
 ) -> None:
@@ -358,6 +376,24 @@ def test_what_over_sampling_left_goes_out_in_the_next_rollout(
     if hasattr(source, "add_samples") and len(filtered) > rollout_batch_size:
         source.add_samples(filtered[rollout_batch_size:])
     assert names(source.get_samples(3)) == ["q3", "q4", "q0"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [("[1:3]", [1, 2]), ("[:2]", [0, 1]), ("[-2:]", [3, 4]), ("[:-4]", [0]), ("[3:99]", [3, 4])],
+)
+def test_a_path_may_name_a_range_of_its_rows(
+    args: Callable[..., Namespace], prompts: Path, rows: str, wanted: list[int]
+) -> None:
+    """slime 0.3's form, `data.jsonl@[0:1000]`."""
+    part = args(prompt_data=f"{prompts}@{rows}")
+    source = RolloutDataSource(part)
+    assert names(source.get_samples(len(source))) == [f"q{i}" for i in wanted]
+    longest = len(_tokens(args)[wanted[0]])
+    short = RolloutDataSource(Namespace(**vars(part) | {"rollout_max_prompt_len": longest}))
+    assert names(short.get_samples(len(short))) == [f"q{wanted[0]}"]
+    with pytest.raises(DataError, match=r"@\[9:\]', which has no rows"):
+        RolloutDataSource(args(prompt_data=f"{prompts}@[9:]"))
 
 
 def test_prompts_longer_than_the_limit_are_left_out(

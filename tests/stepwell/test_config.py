@@ -80,6 +80,23 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert config.data.train.path == f"{tmp_path}/saved/"
 
 
+def test_text_that_names_a_path_may_begin_at_home_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = ("save_debug_rollout_data=~/kept", "load_debug_rollout_data=~/{rollout_id}.slime.pt")
+    more = ("engine.python=~/bin/python", "gateway.tokenizer_path=~/model")
+    config = load_config("quickstart", [*(f"trainer.{key}" for key in keys), *more])
+    assert config.trainer.save_debug_rollout_data == f"{tmp_path}/kept"
+    assert config.trainer.load_debug_rollout_data == f"{tmp_path}/{{rollout_id}}.slime.pt"
+    assert config.engine.python == f"{tmp_path}/bin/python"
+    assert config.gateway.tokenizer_path == f"{tmp_path}/model"
+    files = JsonlSource.model_validate({"kind": "jsonl", "path": ["~/a.jsonl", "s3://b/~/c.jsonl"]})
+    assert files.path == (tmp_path / "a.jsonl", "s3://b/~/c.jsonl")
+    folder = HuggingFaceSource(kind="huggingface", path="~/data")
+    assert folder.path == f"{tmp_path}/data"
+
+
 def test_an_engine_is_chosen_by_its_kind_alone_and_keeps_its_other_keys() -> None:
     chosen = load_config("quickstart", ["engine=sglang", "engine.port=31000"]).engine
     usual = load_config("quickstart", ["engine.port=31000"]).engine

@@ -34,7 +34,7 @@ from stepwell.trainer.algorithms.advantages.greedy import remax
 from stepwell.trainer.algorithms.advantages.group import dr_grpo, gpg, grpo, opo, rloo
 from stepwell.trainer.algorithms.options import Options
 from stepwell.trainer.algorithms.registry import ESTIMATORS as REGISTRY
-from stepwell.trainer.config import AdvantageConfig
+from stepwell.trainer.config import AdvantageConfig, AlgorithmConfig
 from stepwell.trainer.errors import ColumnError, RewardError
 from stepwell.trainer.scoring import EXTRA
 from tests.builders import step
@@ -255,6 +255,21 @@ def test_gdpo_gives_each_part_of_the_reward_the_same_say() -> None:
         AdvantageConfig.model_validate(
             {"adv_estimator": "gdpo", "adv_options": PARTS | {"reward_keys": ["loud"]}}
         )
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"kl": {"place": "reward"}}, "set kl.place to 'loss'"),
+        ({"credit": "step"}, "leave credit at 'trajectory'"),
+        ({"credit": "token", "gamma": 0.9}, "leave credit at 'trajectory'"),
+    ],
+)
+def test_what_gdpos_parts_leave_out_is_refused(keys: dict[str, Any], said: str) -> None:
+    """Parts take the place of the reward, so a penalty on it, or its discount, would be lost."""
+    AlgorithmConfig.model_validate({"adv_estimator": "gdpo", **keys})
+    with pytest.raises(ValidationError, match=said):
+        AlgorithmConfig.model_validate({"adv_estimator": "gdpo", "adv_options": PARTS, **keys})
 
 
 def test_rloo_compares_each_with_the_mean_of_the_others() -> None:

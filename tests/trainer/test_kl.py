@@ -74,6 +74,14 @@ def test_the_penalty_is_earned_token_by_token_and_measured_per_trajectory() -> N
     assert measured == pytest.approx((0.4 / 4 + 2.0 / 2) / 2)
 
 
+@pytest.mark.parametrize("given", [{"kl_coef": 0.01}, {"target_kl": 0.1}, {"estimator": "k1"}])
+def test_a_penalty_that_is_given_no_place_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=f"{next(iter(given))} is .* with place 'none'"):
+        KlConfig.model_validate(given)
+    KlConfig.model_validate(given | {"place": "loss"})
+    KlConfig.model_validate(KlConfig().model_dump())
+
+
 def test_a_penalty_does_not_stand_in_for_a_missing_reward() -> None:
     groups, config = [group([None, None])], KlConfig(place="reward", kl_coef=1.0)
     lengths = torch.tensor([2, 2])

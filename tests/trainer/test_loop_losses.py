@@ -24,6 +24,7 @@ from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter
+from stepwell.trainer.trajectory_metrics import trajectory_metrics
 from stepwell.trainer.updater import Updater
 from tests.builders import step
 
@@ -191,6 +192,24 @@ def test_a_reply_that_nobody_saw_trains_nothing_unless_that_is_wanted(
     assert ("policy/superseded_share" in prepared.metrics) is masked
 
 
+def test_a_reply_that_nobody_saw_is_not_the_one_that_was_cut_off(tmp_path: Path) -> None:
+    """A try that its client had left was answered when the agent had ended, at its limit."""
+
+    def marked(t: Trajectory) -> Trajectory:
+        *others, last = t.steps
+        late = {"finish_reason": "length", "parent_index": None, "metadata": {DUPLICATE_OF: 0}}
+        return replace(t, steps=(*others, replace(last, **late) if others else last))
+
+    keys = ("algorithm.loss.mask_truncated=true", "algorithm.loss.mask_superseded=true")
+    batch = [replace(g, trajectories=tuple(map(marked, g.trajectories))) for g in groups()]
+    with updater_of(tmp_path, *keys) as updater:
+        prepared = updater.prepare(batch)
+    assert prepared.metrics["policy/truncated_share"] == 0
+    assert trajectory_metrics(batch)["response_length/clip_ratio"] == 0
+    first = torch.tensor([s.step_index == 0 for s in prepared.batch.steps for _ in s.response_ids])
+    assert torch.equal(prepared.batch.columns["coef"] != 0, first)
+
+
 def with_side_call(group: Group) -> Group:
     """The last call of each trajectory is one of its own, offered no tools."""
 
@@ -216,6 +235,9 @@ def test_a_side_call_trains_nothing_unless_that_is_wanted_and_its_reward_stays(
     assert prepared.batch.columns["coef"].sum() == pytest.approx(1)
     assert prepared.batch.columns["advantages"].isfinite().all()
     assert ("policy/untrained_branches_share" in prepared.metrics) is (kinds == "main")
+    advantages = prepared.batch.columns["advantages"][trained]
+    assert prepared.metrics["advantage/mean"] == pytest.approx(float(advantages.mean()))
+    assert prepared.metrics["advantage/std"] == pytest.approx(float(advantages.std(correction=0)))
 
 
 def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path) -> None:
@@ -246,6 +268,17 @@ def test_a_kl_in_the_loss_is_measured_at_every_update(tmp_path: Path) -> None:
         assert fixed.progress.kl_coef is None  # a changed configuration counts after a resume
 
 
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_a_run_whose_target_was_taken_away_has_the_coefficient_of_its_configuration(
+    tmp_path: Path, place: str
+) -> None:
+    options = (f"algorithm.kl.place={place}", "algorithm.kl.kl_coef=0.5")
+    with updater_of(tmp_path, *options) as updater:
+        updater.progress.kl_coef = 7.0  # of the checkpoint, adapted
+        _, metrics = train(updater)
+    assert metrics["kl/coef"] == 0.5
+
+
 def test_without_a_kl_no_reference_is_scored(tmp_path: Path) -> None:
     with updater_of(tmp_path) as updater:
         batch, metrics = train(updater)
@@ -261,6 +294,7 @@ def test_bypass_saves_the_pass_that_recomputes_the_proximal_policy(tmp_path: Pat
         assert torch.equal(batch.columns["prox_log_probs"], batch.columns["rollout_log_probs"])
         assert metrics["policy/kl_k1"] != 0  # the ratio is π/μ
         assert "log_prob_gap" not in metrics
+        assert "rollout_probs_diff/mean" not in metrics  # nothing of the trainer's to compare with
         batch = updater.prepare(groups(log_probs=False)).batch
         assert backend.passes == 1
         assert torch.isfinite(batch.columns["prox_log_probs"]).all()
@@ -284,6 +318,9 @@ def test_the_gap_to_the_engine_is_measured_also_when_its_log_probs_are_not_used(
         batch, metrics = train(unused)
     assert torch.equal(batch.columns["rollout_log_probs"], batch.columns["prox_log_probs"])
     assert metrics["log_prob_gap"] == expected["log_prob_gap"] > 0.1  # the steps say -1.5
+    diff = {n: x for n, x in expected.items() if n.startswith("rollout_probs_diff/")}
+    assert len(diff) == 3
+    assert {n: metrics[n] for n in diff} == diff
 
 
 @pytest.mark.parametrize(

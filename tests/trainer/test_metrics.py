@@ -30,6 +30,14 @@ def test_records_are_json_lines_and_what_is_not_finite_is_null(tmp_path: Path) -
     assert line == metrics.read()[0]
 
 
+def test_a_name_that_a_policy_wrote_may_hold_half_a_character(tmp_path: Path) -> None:
+    """A reward whose further keys are those of a JSON reply, such as `{"\\ud83d": 1}`."""
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write({"step": 1, "reward_extra/\ud83d": 1.0})
+        metrics.evaluation(1, {"val/tool_metrics/\ud83d/n": 2.0})
+    assert metrics.read() == [{"step": 1, "reward_extra/?": 1.0, "val/tool_metrics/?/n": 2.0}]
+
+
 def test_a_step_that_is_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
     for life in ((1, 2, 3), (2, 3, 4)):
         with MetricsWriter(tmp_path) as metrics:

@@ -544,6 +544,14 @@ async def test_a_batch_that_is_never_whole_ends_with_an_error_if_refills_are_lim
             await run.train()
 
 
+async def test_a_batch_that_does_not_come_says_of_how_many_groups_it_is(tmp_path: Path) -> None:
+    keys = ("async_training.require_batches=2", "trainer.starvation_timeout_s=0.01")
+    never = asyncio.Event()
+    async with small_run(small_config(tmp_path, *keys), hold=lambda task, channel: never) as run:
+        with pytest.raises(StarvedError, match=r"no 4 groups became ready within trainer\.starv"):
+            await run.train()
+
+
 async def test_the_last_batch_of_the_data_is_trained_though_it_cannot_be_filled_up(
     tmp_path: Path,
 ) -> None:

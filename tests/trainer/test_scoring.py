@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from stepwell.datapool import DataPoolClient
-from stepwell.datapool.types import TRAIN, VAL, Group, Trajectory
+from stepwell.datapool.types import SUPERSEDES, TRAIN, VAL, Group, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import (
     AdvantageConfig,
@@ -28,6 +28,7 @@ from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout.worker import COMPLETE
+from stepwell.trainer.samples import validation_samples
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
 from tests.builders import step
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
@@ -285,6 +286,44 @@ async def test_a_reward_that_never_works_stops_the_run_with_the_causes(
             await scorer.score([make("1")], 1)
 
 
+async def test_a_few_tasks_without_a_score_end_no_run(make: Any, write: Any) -> None:
+    """A batch of which one was lost is filled up with one at a time, and those may fail, too."""
+    body = "return 1.0 if solution_str == '4' else int('no number')"
+    async with scoring(write(body)) as scorer:
+        assert len(await scorer.score([make("4", uid=f"p{i}") for i in range(8)], 1)) == 8
+        for _ in range(7):
+            assert await scorer.score([make("x")], 1) == []
+        with pytest.raises(RewardError, match=r"in 8 batches running .*8 × RewardCrashError"):
+            await scorer.score([make("x")], 1)
+
+
+async def test_a_reply_that_nobody_saw_is_not_scored(make: Any, write: Any, encode: Any) -> None:
+    """A try that its client had left was answered when the agent had ended."""
+    body = "return {'score': 1.0, 'seen': [solution_str, extra_info['truncated']]}"
+    asked = make("four")
+    (trajectory,) = asked.trajectories
+    late = step(
+        [1],
+        encode("five"),
+        "p1-t0",
+        2,
+        prompt_uid="p1",
+        finish_reason="length",
+        metadata={SUPERSEDES: [2]},
+    )
+    asked = replace(asked, trajectories=(replace(trajectory, steps=(*trajectory.steps, late)),))
+    most = OverlongBufferConfig(max_resp_len=len(encode("call")) + len(encode("four")) + 1, len=1)
+    scorer = Scorer(write(body), MODEL, most)
+    (group,) = await scorer.score([asked])
+    await scorer.aclose()
+    assert group.trajectories[0].metadata[EXTRA]["seen"] == ["four", False]
+    assert group.trajectories[0].reward == 1.0  # it is not too long
+    (row,) = validation_samples(
+        [group], AutoTokenizer.from_pretrained(MODEL).decode, step=1, version=0
+    )
+    assert row["reply"] == "four"
+
+
 async def test_without_a_reward_the_unscored_are_counted_and_the_run_told(make: Any) -> None:
     async with scoring(None) as scorer:
         assert rewards(await scorer.score([make("4", ("4", 1.0))], 1)) == [[1.0]]
@@ -305,6 +344,26 @@ async def test_the_further_keys_of_a_result_are_metrics(make: Any, write: Any) -
             "reward_extra/n": 2.0,
             "reward/missing": 0.0,
         }
+
+
+async def test_the_further_keys_may_be_numpys_or_what_json_has_no_form_for(
+    make: Any, write: Any
+) -> None:
+    body = (
+        "import numpy as np; return {'score': np.float32(1), 'acc': np.bool_(True), "
+        "'n': np.int64(3), 'share': np.array(0.5), 'of': {(1, 2): {7}}, 'each': np.arange(2)}"
+    )
+    async with scoring(write(body)) as scorer:
+        groups = await scorer.score([make("4")])
+    said = groups[0].trajectories[0].metadata[EXTRA]
+    assert said == {"acc": True, "n": 3, "share": 0.5, "of": {"(1, 2)": "{7}"}, "each": [0, 1]}
+    assert json.loads(json.dumps(said)) == said
+    assert scorer.metrics(groups) == {
+        "reward_extra/acc": 1.0,
+        "reward_extra/n": 3.0,
+        "reward_extra/share": 0.5,
+        "reward/missing": 0.0,
+    }
 
 
 async def test_keys_that_make_no_metric_end_no_run(make: Any, write: Any) -> None:

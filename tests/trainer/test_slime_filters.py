@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ def reads_an_unknown_argument(args: Any, samples: list[Any]) -> bool:
 
 def takes_one(samples: list[Any]) -> bool:
     return True
+
+
+async def keeps_none(args: Any, samples: list[Any]) -> bool:
+    return False
 
 
 def with_tools(*rewards: float, finish: str = "stop") -> Group:
@@ -114,6 +119,32 @@ def test_a_dynamic_filter_sees_whole_samples_and_the_runs_arguments() -> None:
     assert (args.n_samples_per_prompt, args.reward_key) == (2, None)
 
 
+def test_what_an_agent_says_of_its_sample_names_no_code_and_changes_no_field() -> None:
+    """As a generate function does: its text, its status and attributes of its own are shown."""
+    seen.clear()
+    said = {
+        "response": "an answer",
+        "prompt": 5,
+        "status": "won",
+        "n_searches": 3,
+        "custom_rm_path": "os:abort",
+        "reward": 9.0,
+        "tokens": [1],
+        "label": "an answer",
+        "get_reward_value": None,
+        "to_dict": None,
+    }
+    (one, other), whole = with_tools(1.0, 0.5).trajectories, with_tools(1.0, 0.5)
+    marked = [replace(t, metadata={"slime_sample": s}) for t, s in ((one, said), (other, "mine"))]
+    assert rules(record).keep([replace(whole, trajectories=tuple(marked))])
+    ((_, (sample, second)),) = seen
+    assert (sample.response, sample.n_searches, sample.prompt) == ("an answer", 3, "A?")
+    assert (sample.custom_rm_path, sample.reward, sample.label) == (None, 1.0, "7")
+    assert sample.tokens == second.tokens == [65, 66, 67, 68, 69, 70]
+    assert sample.status == sample_class().Status.COMPLETED
+    assert sample.get_reward_value(None) == sample.to_dict()["reward"] == 1.0
+
+
 def test_an_over_sampling_filter_sees_whole_samples_of_every_group() -> None:
     seen.clear()
     path = f"{__name__}:record_all"
@@ -145,14 +176,16 @@ def test_an_argument_that_a_run_does_not_have_is_named() -> None:
         rules(reads_an_unknown_argument).keep([with_tools(1.0, 0.0)])
 
 
-@pytest.mark.parametrize("name", ["takes_one", "nowhere"])
+@pytest.mark.parametrize("name", ["takes_one", "nowhere", "keeps_none"])
 def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(name: str) -> None:
     path = f"{__name__}:{name}"
     for config in (
         SamplingConfig(filters=[f"slime_filter({path})"]),
         SamplingConfig(over_sampling_batch_size=4, over_sampling_filter=path),
     ):
-        with pytest.raises(ConfigError, match=r"\(args, samples\)|has no attribute 'nowhere'"):
+        with pytest.raises(
+            ConfigError, match=r"\(args, samples\)|has no attribute 'nowhere'|async"
+        ):
             GroupFilter(config)
 
 

@@ -104,6 +104,14 @@ def test_tools_are_told_of_where_the_model_was_offered_some() -> None:
     assert tool_use(groups[2:]) is None
 
 
+def test_an_error_with_a_picture_is_one_too() -> None:
+    shown = {"type": "image", "digest": "d", "width": 1, "height": 1, "n_tokens": 1}
+    said = [[{"type": "text", "text": text}, shown] for text in ("Error", "no error")]
+    results = [{**result(""), "content": content} for content in (*said, [shown], "error: no")]
+    metrics = trajectory_metrics([sourced((turn(1, 1, messages=results),))])
+    assert metrics["tool_errors"] == 0.5
+
+
 def test_a_figure_of_a_tool_beyond_all_floats_is_none() -> None:
     (only,) = sourced((turn(1, 1),)).trajectories
     told = {"tool_metrics": {"search": [{"hits": 3, "size": 10**400}]}}

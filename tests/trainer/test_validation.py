@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,6 +198,19 @@ def test_a_sample_keeps_numbers_and_text_that_only_python_has(tmp_path: Path) ->
     assert found["answer"] == [str(large), str(-large), 2**64 - 1]
     assert found["reward_extra_info"] == {"said ?": str(large)}
     assert other == {"answer": 1}
+
+
+def test_a_sample_keeps_keys_that_json_does_not_know_as_text(tmp_path: Path) -> None:
+    """Such as those of a Counter of pairs, or of NumPy's numbers."""
+    said = {("a", "\ud83d"): 1, np.int64(3): {(1,): 2}, 2**70: None, None: 1.5}
+    write_samples(tmp_path / "step_1.jsonl", [{"reward_extra_info": said}])
+    (found,) = read_samples(tmp_path / "step_1.jsonl")
+    assert found["reward_extra_info"] == {
+        "('a', '\\ud83d')": 1,
+        "3": {"(1,)": 2},
+        str(2**70): None,
+        "null": 1.5,
+    }
 
 
 class NoText:

@@ -48,7 +48,14 @@ class KlConfig(Section):
     """Trajectories in which an error of 20 % or more moves the coefficient by 20 %."""
 
     @model_validator(mode="after")
-    def _gradient_only_in_loss(self) -> KlConfig:
+    def _has_its_place(self) -> KlConfig:
+        if self.place == "none":
+            for name in ("kl_coef", "target_kl", "estimator", "horizon"):
+                if (given := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} is {given!r} with place 'none', where no reference holds the "
+                        "policy; set place to 'loss' or 'reward', or leave it out"
+                    )
         if self.place == "reward" and self.estimator.endswith("+"):
             raise ValueError(
                 f"estimator is {self.estimator!r} with place 'reward', where nothing is "

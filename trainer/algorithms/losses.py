@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
-from stepwell.datapool.types import Step, superseded
+from stepwell.datapool.types import Step, last_seen, superseded
 from stepwell.trainer.algorithms.kl import KlConfig, kl_estimate
 from stepwell.trainer.algorithms.off_policy.correction import TokenWeights
 from stepwell.trainer.algorithms.policy_losses.base import (
@@ -72,27 +72,31 @@ def loss_columns(
 
 
 def untruncated(steps: Sequence[Step], lengths: Tensor) -> Tensor:
-    """The mask of `mask_truncated`, [T]: 0 on a trajectory whose last step was cut off at the token
-    limit, whoever scored it. Source: overlong filtering, DAPO, arXiv:2503.14476 §3.4."""
-    last: dict[str, Step] = {}
-    for step in steps:
-        known = last.setdefault(step.trajectory_uid, step)
-        if step.step_index > known.step_index:
-            last[step.trajectory_uid] = step
+    """The mask of `mask_truncated`, [T]: 0 on a trajectory whose last reply was cut off at the
+    token limit, whoever scored it. Source: overlong filtering, DAPO, arXiv:2503.14476 §3.4."""
+    last = {
+        uid: own[last_seen(own)]
+        for uid, of in _by_trajectory(steps).items()
+        for own in [sorted(of, key=lambda s: s.step_index)]
+    }
     kept = [float(last[s.trajectory_uid].finish_reason != "length") for s in steps]
     return torch.tensor(kept).repeat_interleave(lengths)
 
 
 def seen(steps: Sequence[Step], lengths: Tensor) -> Tensor | None:
     """The mask of `mask_superseded`, [T]: 0 on replies that nobody saw. None: there are none."""
-    trajectories: dict[str, list[Step]] = {}
-    for step in steps:
-        trajectories.setdefault(step.trajectory_uid, []).append(step)
-    unseen = {uid: superseded(own) for uid, own in trajectories.items()}
+    unseen = {uid: superseded(own) for uid, own in _by_trajectory(steps).items()}
     if not any(unseen.values()):
         return None
     kept = [float(s.step_index not in unseen[s.trajectory_uid]) for s in steps]
     return torch.tensor(kept).repeat_interleave(lengths)
+
+
+def _by_trajectory(steps: Sequence[Step]) -> dict[str, list[Step]]:
+    trajectories: dict[str, list[Step]] = {}
+    for step in steps:
+        trajectories.setdefault(step.trajectory_uid, []).append(step)
+    return trajectories
 
 
 def coefficients(

@@ -24,6 +24,7 @@ from stepwell.backends.masks import check_mask_name
 from stepwell.backends.registry import Registry
 from stepwell.datapool.config import Section
 from stepwell.trainer.algorithms.advantages.base import Credit, Estimator
+from stepwell.trainer.algorithms.advantages.gdpo import GdpoOptions
 from stepwell.trainer.algorithms.kl import KlConfig
 from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod
 from stepwell.trainer.algorithms.options import Options, own_options
@@ -96,7 +97,17 @@ class AdvantageConfig(Section):
             raise ValueError(
                 f"lam is {self.lam:g} but adv_estimator is {self.adv_estimator!r}; only gae has one"
             )
+        if self.takes_parts and self.unit != "trajectory":
+            raise ValueError(
+                f"credit is {self.unit!r}, but adv_options.reward_keys name parts of the reward of "
+                "a whole trajectory; leave credit at 'trajectory'"
+            )
         return self
+
+    @property
+    def takes_parts(self) -> bool:
+        """Parts of the reward are trained, and not the reward itself."""
+        return isinstance(self.adv_options, GdpoOptions) and bool(self.adv_options.reward_keys)
 
     @property
     def estimator(self) -> Estimator:
@@ -319,3 +330,12 @@ class AlgorithmConfig(AdvantageConfig):
     loss: LossConfig = LossConfig()
     kl: KlConfig = KlConfig()
     off_policy: OffPolicyConfig = OffPolicyConfig()
+
+    @model_validator(mode="after")
+    def _penalty_is_trained(self) -> AlgorithmConfig:
+        if self.kl.place == "reward" and self.takes_parts:
+            raise ValueError(
+                "kl.place is 'reward', but adv_options.reward_keys train parts of the reward in "
+                "its place, so nothing would hold the policy; set kl.place to 'loss'"
+            )
+        return self

@@ -10,14 +10,13 @@ says how often a prompt is tried. Text alone is a source, and a source alone is 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from stepwell.datapool.config import Section
+from stepwell.datapool.config import HomeText, Section
 from stepwell.trainer.environments import verifiers_episode
 
 Location: TypeAlias = Annotated[
@@ -198,7 +197,7 @@ class HuggingFaceSource(RowSource):
     """A data set that the `datasets` library loads."""
 
     kind: Literal["huggingface"]
-    path: str = Field(min_length=1)
+    path: HomeText = Field(min_length=1)
     """A name on the hub, a folder or file of data, or a folder written by `save_to_disk` (here or
     at an address such as `s3://bucket/folder`)."""
     name: str | None = None
@@ -207,11 +206,6 @@ class HuggingFaceSource(RowSource):
     """May be a slice, e.g. `train[:1000]`."""
     revision: str | None = None
     """Commit, tag or branch on the hub."""
-
-    @field_validator("path", mode="after")
-    @classmethod
-    def _folder_at_home(cls, path: str) -> str:
-        return os.path.expanduser(path)
 
 
 class CustomSource(RowSource):

@@ -13,14 +13,13 @@ Loads no trainer.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from stepwell.datapool.config import Section
+from stepwell.datapool.config import HomeText, Section
 from stepwell.trainer.config.harness_presets import PRESETS
 
 HARNESS: Final = "harness"
@@ -150,7 +149,7 @@ class HarnessConfig(Section):
     """Its environment, besides PATH, HOME, TMPDIR, LANG and TERM. Nothing else is passed on."""
     files: dict[str, str] = Field(default_factory=dict)
     """Files written into its home before it starts, by path there."""
-    workdir: str | None = None
+    workdir: HomeText | None = None
     """Folder that each rollout gets a fresh copy of to work in; null: an empty one. May have
     placeholders: `templates/{task.metadata.repo}`."""
     model: str = Field(default="policy", min_length=1)
@@ -210,7 +209,7 @@ class HarnessConfig(Section):
                     f"workdir is {workdir!r}; it is copied before there is a {{{found[3]}}}: use "
                     "placeholders of the task"
                 )
-        return None if workdir is None else os.path.expanduser(workdir)
+        return workdir
 
     @field_validator("files", mode="after")
     @classmethod

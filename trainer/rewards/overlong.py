@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepwell.datapool.types import Trajectory, mapping_in
+from stepwell.datapool.types import Trajectory, mapping_in, superseded
 from stepwell.trainer.config import OverlongBufferConfig
 
 
@@ -16,7 +16,8 @@ def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
              = −1                                     L_max < |y|
 
     Args:
-        length: |y|, sampled tokens of the trajectory, all its steps together.
+        length: |y|, sampled tokens of the trajectory, all its steps together but for replies that
+            nobody saw.
         config: L_max is `max_resp_len`, L_cache is `len`.
     """
     excess = length - (config.max_resp_len - config.len)
@@ -26,7 +27,9 @@ def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
 def punished(trajectory: Trajectory, config: OverlongBufferConfig, extra: str) -> Trajectory:
     """A scored trajectory with the penalty on its last step and under `extra`."""
     *earlier, last = trajectory.steps
-    penalty = overlong_penalty(sum(len(s.response_ids) for s in trajectory.steps), config)
+    unseen = superseded(trajectory.steps)
+    seen = (len(s.response_ids) for s in trajectory.steps if s.step_index not in unseen)
+    penalty = overlong_penalty(sum(seen), config)
     penalties = {"overlong_reward": penalty, "overlong": penalty < 0}
     known = mapping_in(trajectory.metadata, extra)
     metadata = {**trajectory.metadata, extra: {**known, **penalties}}

@@ -18,7 +18,7 @@ from typing import Any
 
 from stepwell.backends.slime.sample import SAMPLE, SlimeSample, as_slime, put_back
 from stepwell.backends.slime.samples import not_trained, to_samples
-from stepwell.datapool.types import Group
+from stepwell.datapool.types import Group, mapping_in
 from stepwell.trainer.rewards.base import RewardSample
 from stepwell.trainer.slime.arguments import Arguments
 from stepwell.trainer.threads import function_name
@@ -43,7 +43,8 @@ class SlimeReward:
 
 def _sample(scored: RewardSample, index: int) -> Any:
     info = dict(scored.extra_info)
-    of_function = info.pop(SAMPLE, {})
+    of_function = mapping_in(info, SAMPLE)
+    info.pop(SAMPLE, None)
     sample = replace(
         _tokens(scored),
         group_index=0,

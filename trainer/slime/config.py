@@ -3,6 +3,7 @@ prompts lie."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from stepwell.trainer.config import JsonlSource, ParquetSource
 from stepwell.trainer.errors import ConfigError
 
 PREFIX = "stepwell_"
+_ROWS = re.compile(r"(.*)@\[(-?\d*):(-?\d*)\]")
+"""A path with a range of its rows, as Python's slices count them (slime's form)."""
 
 
 class SlimeConfig(BaseModel):
@@ -60,15 +63,19 @@ class SlimeConfig(BaseModel):
             raise ConfigError(f"{problems} (known: {known})") from e
 
 
-def prompt_data(args: Any) -> JsonlSource | ParquetSource | None:
-    """Data source of slime's prompts; None with `--disable-rollout-global-dataset`, or without
-    `--prompt-data`."""
+def prompt_data(args: Any) -> tuple[JsonlSource | ParquetSource, slice] | None:
+    """Data source of slime's prompts, and which of its rows (`data.jsonl@[0:1000]`); None with
+    `--disable-rollout-global-dataset`, or without `--prompt-data`."""
     if not args.rollout_global_dataset or args.prompt_data is None:
         return None
-    kind = ParquetSource if str(args.prompt_data).endswith(".parquet") else JsonlSource
-    return kind(
+    path, rows = str(args.prompt_data), slice(None)
+    if (match := _ROWS.fullmatch(path)) is not None:
+        path, *bounds = match.groups()
+        rows = slice(*(int(bound) if bound else None for bound in bounds))
+    kind = ParquetSource if path.endswith(".parquet") else JsonlSource
+    source = kind(
         kind="parquet" if kind is ParquetSource else "jsonl",
-        path=Path(args.prompt_data),
+        path=Path(path),
         prompt_key=args.input_key,
         label_key=args.label_key,
         metadata_key=args.metadata_key,
@@ -77,6 +84,7 @@ def prompt_data(args: Any) -> JsonlSource | ParquetSource | None:
         shuffle_seed=args.rollout_seed,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
     )
+    return source, rows
 
 
 def folder(args: Any, name: str) -> Path | None:

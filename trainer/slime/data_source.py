@@ -122,7 +122,11 @@ class RolloutDataSource:
         return self.metadata
 
     def save(self, rollout_id: int) -> None:
-        """slime has saved its checkpoint of `rollout_id`."""
+        """slime has saved its checkpoint of `rollout_id`.
+
+        Raises:
+            CheckpointError: `load` would refuse the state, for what somebody put into metadata.
+        """
         where = folder(self.args, "save")
         if where is None or not self.args.rollout_global_dataset:
             return
@@ -130,6 +134,13 @@ class RolloutDataSource:
         path.parent.mkdir(parents=True, exist_ok=True)
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
+        try:
+            load_torch(state.getvalue())
+        except ValueError as e:
+            raise CheckpointError(
+                f"{path} is not written, since it could not be read again ({e}); keep numbers, "
+                "text, lists, dicts and arrays in the metadata of the data source and of samples"
+            ) from e
         write_durably(path, sealed(state.getvalue()))
 
     def load(self, rollout_id: int | None = None) -> None:

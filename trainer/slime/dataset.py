@@ -12,7 +12,7 @@ for, so that memory grows by some bytes a row only. Does not own how rows become
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 from stepwell.backends.slime.sample import sample_class
@@ -67,9 +67,10 @@ def open_dataset(args: Any) -> Dataset | None:
         DataError: they cannot be read, or none is as short as `--rollout-max-prompt-len`.
         ConfigError: an argument needs a tokenizer, and `--hf-checkpoint` is not set.
     """
-    config, model = prompt_data(args), folder(args, "hf_checkpoint")
-    if config is None:
+    named, model = prompt_data(args), folder(args, "hf_checkpoint")
+    if named is None:
         return None
+    config, rows = named
     templated, limit = args.apply_chat_template, args.rollout_max_prompt_len
     dump = folder(args, "dump_details")
     asked = {"apply_chat_template": templated, "rollout_max_prompt_len": limit is not None}
@@ -79,20 +80,24 @@ def open_dataset(args: Any) -> Dataset | None:
             f"set --hf-checkpoint, or leave --{needy.replace('_', '-')} out"
         )
     tasks = open_tasks(config)
-    if not len(tasks):
+    numbers = range(len(tasks))[rows]
+    if not numbers:
         raise DataError(f"prompt_data is {str(args.prompt_data)!r}, which has no rows; name others")
     if model is not None and dump is not None:
         load_tokenizer(model, "dump_details").save_pretrained(dump / "tokenizer")
     meter = None
     if model is not None and any(asked.values()):
         meter = PromptMeter(model, config.apply_chat_template_kwargs)
-    samples = _Samples(tasks, _sample_of(meter if templated else None), range(len(tasks)))
+    samples = _Samples(tasks, _sample_of(meter if templated else None), numbers)
     if meter is not None and limit is not None:
-        samples = samples.in_order(_short_enough(tasks, meter, templated, limit))
+        chosen = (tasks[i] for i in numbers)
+        samples = samples.in_order(_short_enough(chosen, meter, templated, limit))
     return Dataset(samples, args.rollout_seed)
 
 
-def _short_enough(tasks: TaskSet, meter: PromptMeter, templated: bool, limit: int) -> list[int]:
+def _short_enough(
+    tasks: Iterable[Task], meter: PromptMeter, templated: bool, limit: int
+) -> list[int]:
     """Return the tasks, by number, whose prompt has at most `limit` tokens as it is sent: a string
     without a template as it stands, messages by the chat template."""
     texts = [

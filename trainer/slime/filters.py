@@ -143,8 +143,10 @@ def check_signature(function: Callable[..., Any]) -> None:
     """Refuse a function that does not take slime's `(args, samples)`.
 
     Raises:
-        ValueError: it takes others.
+        ValueError: it takes others, or is async: its answer would be a coroutine, and true.
     """
+    if inspect.iscoroutinefunction(function):
+        raise ValueError("it is async, and slime's filters are plain functions; write it as def")
     try:
         signature = inspect.signature(function)
         signature.bind("args", "samples")

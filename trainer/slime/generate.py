@@ -43,6 +43,7 @@ from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.data.prompt_length import PromptMeter, load_tokenizer
 from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.plain import plain
 from stepwell.trainer.rollout.gateway import RETRY_S, GatewayClient
 from stepwell.trainer.slime.arguments import Arguments
 from stepwell.trainer.slime.engine_address import HOST, EngineAddress
@@ -62,8 +63,9 @@ class GenerateState:
 
     def __new__(cls, args: Any) -> GenerateState:
         if cls._made is None:
-            cls._made = super().__new__(cls)
-            cls._made._begin(args)
+            made = super().__new__(cls)
+            made._begin(args)
+            cls._made = made  # a whole one: the next call would else get what failed
         return cls._made
 
     def _begin(self, args: Any) -> None:
@@ -358,10 +360,11 @@ def _metadata(sample: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     kept |= {"prompt": sample.prompt, "response": sample.response, "status": sample.status.value}
     for name, value in (*added.items(), *kept.items()):
         try:
-            json.dumps(value)
+            json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as e:
             raise RolloutError(
                 f"sample has {name} = a {type(value).__name__}, which is no JSON ({e}) and would "
                 "not reach the reward in the trainer's process; set text, numbers, lists or dicts"
             ) from e
-    return {**added, SAMPLE: kept}
+    said: dict[str, Any] = plain({**added, SAMPLE: kept})  # the model's words may be anything
+    return said

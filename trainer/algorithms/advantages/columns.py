@@ -96,8 +96,13 @@ def compute_advantages(
     if found.targets is not None:  # a unit's first token has its target
         targets = np.full(n_tokens, np.nan)
         targets[starts] = found.targets
-    spread = {"advantage/mean": float(per_token.mean()), "advantage/std": float(per_token.std())}
-    return Estimate(per_token, targets, found.baselines, {**found.metrics, **spread})
+    metrics = {**found.metrics, **spread_of(per_token)}
+    return Estimate(per_token, targets, found.baselines, metrics)
+
+
+def spread_of(advantages: Array) -> dict[str, float]:
+    """Mean and std of the advantages of tokens, [T]."""
+    return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
 
 
 def _source(group: Group) -> str:

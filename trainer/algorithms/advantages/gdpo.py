@@ -26,7 +26,9 @@ class GdpoOptions(Options):
     """The parts of the reward."""
 
     reward_keys: tuple[str, ...] = ()
-    """Keys of the reward function's result, numbers in every one (verl's `gdpo_reward_keys`)."""
+    """Keys of the reward function's result, numbers in every one (verl's `gdpo_reward_keys`). They
+    are trained in place of the reward: `overlong_reward` is the part of
+    `rollout.overlong_buffer`."""
     reward_weights: tuple[float, ...] | None = None
     """w, one for each of `reward_keys`; null = 1."""
 

@@ -57,6 +57,8 @@ BUCKETS: tuple[tuple[str, float], ...] = (
     ("over-4", math.inf),
 )
 """Lag buckets of the metrics: name and upper bound (inclusive); the first holds lag 0 exactly."""
+PROBS_DIFF = "rollout_probs_diff/"
+"""Begins the names of `probs_diff`."""
 
 
 # ── lag ──────────────────────────────────────────────────────────────────────────────────────────
@@ -269,10 +271,7 @@ def metrics_of(
     if known.any():
         log_rho = x.sum(x.log_ratio)[x.any(known)].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         metrics["off_policy/chi2_step"] = float((2 * log_rho).exp().mean() - 1)
-        diff = (prox[known].exp() - mu[known].exp()).abs()
-        metrics["rollout_probs_diff/mean"] = float(diff.mean())
-        metrics["rollout_probs_diff/max"] = float(diff.max())
-        metrics["rollout_probs_diff/std"] = float(diff.std()) if len(diff) > 1 else 0.0
+        metrics |= probs_diff(prox[known], mu[known])
 
     bucket = torch.bucketize(lag, torch.tensor([b for _, b in BUCKETS[:-1]]))
     for index, (name, _) in enumerate(BUCKETS):
@@ -288,6 +287,16 @@ def metrics_of(
         if magnitude is not None and total > 0:
             metrics[f"{prefix}/advantage_share"] = float(magnitude[here].sum()) / total
     return metrics
+
+
+def probs_diff(prox: Tensor, mu: Tensor) -> dict[str, float]:
+    """`rollout_probs_diff/mean|max|std`: |π - μ| over tokens, whose log-probs these are, [n]."""
+    diff = (prox.exp() - mu.exp()).abs()
+    return {
+        f"{PROBS_DIFF}mean": float(diff.mean()),
+        f"{PROBS_DIFF}max": float(diff.max()),
+        f"{PROBS_DIFF}std": float(diff.std()) if len(diff) > 1 else 0.0,
+    }
 
 
 def _divergences(prefix: str, log_ratio: Tensor, weights: Tensor) -> dict[str, float]:
