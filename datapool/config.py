@@ -6,9 +6,20 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -31,6 +42,11 @@ def members_of(annotation: Any) -> list[Any]:
 def at_home(path: Path) -> Path:
     """`path` with its first `~` replaced: a shell leaves that to us in KEY=VALUE."""
     return Path(os.path.expanduser(path))
+
+
+AT_HOME: Final = AfterValidator(os.path.expanduser)
+TextPath: TypeAlias = Annotated[str, AT_HOME]
+"""A path that stays text, as one with a field in it, or an id on the hub in its place."""
 
 
 class Section(BaseModel):

@@ -8,7 +8,7 @@ import yaml
 
 from stepwell.config.keys import keys
 from stepwell.config.load import find_config, load_config
-from stepwell.trainer.config.data import JsonlSource
+from stepwell.trainer.config.data import HuggingFaceSource, JsonlSource
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
 
@@ -63,6 +63,21 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert config.data is not None
     assert isinstance(config.data.train, JsonlSource)
     assert config.data.train.path == tmp_path / "tasks.jsonl"
+    texts = (
+        "trainer.save_debug_rollout_data=~/batches",
+        "trainer.load_debug_rollout_data=~/{rollout_id}.pt",
+        "gateway.tokenizer_path=~/model",
+        "engine.python=~/venv/bin/python",
+        "data=~/rows",
+    )
+    config = load_config("quickstart", texts)
+    assert config.trainer.save_debug_rollout_data == f"{tmp_path}/batches"
+    assert config.trainer.load_debug_rollout_data == f"{tmp_path}/{{rollout_id}}.pt"
+    assert config.gateway.tokenizer_path == f"{tmp_path}/model"
+    assert config.engine.python == f"{tmp_path}/venv/bin/python"
+    assert config.data is not None
+    assert isinstance(config.data.train, HuggingFaceSource)
+    assert config.data.train.path == f"{tmp_path}/rows"
 
 
 def test_an_engine_is_chosen_by_its_kind_alone_and_keeps_its_other_keys() -> None:
