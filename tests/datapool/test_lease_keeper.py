@@ -120,6 +120,28 @@ async def test_a_settled_group_that_was_on_its_way_here_is_acked_when_it_arrives
     assert await pool.counts() == {"leased": 1, "acked": 1}
 
 
+async def test_a_settled_group_whose_new_lease_arrives_before_its_drop_is_refused_is_acked() -> None:
+    class Busy(Pool):
+        async def drop_group(self, uid: str, *args: Any) -> None:  # type: ignore[override]
+            await self.put("c")  # a lease of this consumer waits for it
+            while uid not in keeper.held:
+                await asyncio.sleep(0)
+            await super().drop_group(uid, *args)
+
+    pool = Busy()
+    keeper = keeper_of(pool)
+    await pool.put("a")
+    assert uids(await keeper.lease()) == "a"
+    await pool.run_out()
+    leasing = asyncio.create_task(keeper.lease(2, timeout_s=60))
+    await asyncio.sleep(0)
+    assert await keeper.settle("a") == []
+    await pool.put("d")
+    assert uids(await leasing) == "cd"
+    assert await keeper.settle("cd") == []
+    assert await pool.counts() == {"acked": 3}
+
+
 async def test_what_was_nacked_is_delivered_again() -> None:
     pool = Pool()
     keeper = keeper_of(pool)
