@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,20 @@ TENSORBOARD = "tensorboard"
 
 
 def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
-    """Build the trackers that `logging` asks for."""
+    """Build the trackers that `logging` asks for. Where one cannot be built, those before it are
+    closed."""
     trackers: list[Tracker] = []
-    if config.logging.wandb != "disabled":
-        trackers.append(WandbTracker(folder, config))
-    if config.logging.tensorboard:
-        trackers.append(TensorBoardTracker(folder / TENSORBOARD))
-    if config.logging.names == "verl":
-        trackers = [VerlNames(tracker, config) for tracker in trackers]
-    if config.logging.prometheus_port is not None:
-        trackers.append(PrometheusTracker(config.gateway.host, config.logging.prometheus_port))
+    with ExitStack() as undo:  # wandb takes a run that nobody ends for a live one
+        undo.callback(lambda: [tracker.close(failed=True) for tracker in trackers])
+        if config.logging.wandb != "disabled":
+            trackers.append(WandbTracker(folder, config))
+        if config.logging.tensorboard:
+            trackers.append(TensorBoardTracker(folder / TENSORBOARD))
+        if config.logging.names == "verl":
+            trackers = [VerlNames(tracker, config) for tracker in trackers]
+        if config.logging.prometheus_port is not None:
+            trackers.append(PrometheusTracker(config.gateway.host, config.logging.prometheus_port))
+        undo.pop_all()
     return trackers
 
 
