@@ -229,6 +229,12 @@ class CheckpointStore:
             self._write_scores({**self.scores(), step: value})
             self._prune()
 
+    def unscore(self, step: int) -> None:
+        """The checkpoint of `step` has other weights than those that were scored."""
+        scores = self.scores()
+        if scores.pop(step, None) is not None:
+            self._write_scores(scores)
+
     def scores(self) -> dict[int, float]:
         """Evaluation score by step, of checkpoints that are gone too.
 

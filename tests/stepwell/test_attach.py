@@ -180,7 +180,7 @@ async def test_nodes_are_looked_at_and_variables_set_before_an_attached_trainer_
 
 
 def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_noticed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with left_by_trainer(tmp_path) as pid:
         assert pid is None
@@ -204,12 +204,24 @@ def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_notic
         trainer.kill()
         trainer.wait()
     refuse_second_trainer(tmp_path)
-    with left_by_trainer(tmp_path) as pid:
+    with left_by_trainer(tmp_path) as pid, monkeypatch.context() as at_once:
         assert pid == trainer.pid
+        at_once.setattr("stepwell.run.folder.REPAIR_S", 0.0)
+        with (
+            pytest.raises(ConfigError, match=rf"process {trainer.pid}, .* is being put right"),
+            only_trainer_in(tmp_path),
+        ):
+            pass
     with only_trainer_in(tmp_path):
         pass
     with left_by_trainer(tmp_path) as pid:
         assert pid is None  # it ended by itself
+    with only_trainer_in(tmp_path) as lock:
+        lock.leaves_undone = True
+    with left_by_trainer(tmp_path) as pid:
+        assert pid == os.getpid(), "engines may be paused"
+    with left_by_trainer(tmp_path) as pid:
+        assert pid is None
 
 
 # -- where the run is ----------------------------------------------------------------------------

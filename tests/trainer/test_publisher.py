@@ -26,6 +26,9 @@ from stepwell.backends.weights import StoreLock, WeightStore
 from stepwell.backends.weights.transports import Disk
 from stepwell.config.run import RunConfig
 from stepwell.datapool import Step
+from stepwell.run import train
+from stepwell.run.folder import TrainerLock
+from stepwell.run.train import let_publish
 from stepwell.run.trainer import build_updater
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.guard import Sample, falls_below
@@ -223,6 +226,25 @@ async def test_a_resumed_run_goes_on_from_a_roll_back_that_its_checkpoint_does_n
         await again.trainer.publisher.wait_published()
         assert served(again.engine) == 3
         assert again.engine.version > newest + 1
+    async with small_run(config) as killed:  # before its first checkpoint: nothing was trained
+        assert await killed.trainer.resume()
+        assert killed.backend.updates == 3, "what was taken back does not come back"
+
+
+async def test_a_trainer_that_ends_while_engines_load_says_so_to_whoever_serves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who serves them publishes what is committed again: they may be paused for ever."""
+    monkeypatch.setattr(train, "PUBLISHED_S", 0.05)
+    lock = TrainerLock()
+    async with small_run(small_config(tmp_path)) as run:
+        async with run.engine.loading() as load:
+            await run.trainer.publisher.publish()
+            await load.begun.wait()
+            await let_publish(run.trainer, lock)
+            assert lock.leaves_undone
+        await let_publish(run.trainer, lock)
+        assert not lock.leaves_undone
 
 
 async def test_a_trainer_that_starts_beside_a_command_goes_on_from_what_that_serves(

@@ -36,7 +36,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -165,11 +165,13 @@ class Publisher:
                     task.cancel()
                     await asyncio.wait({task})
 
-    async def resume(self, *, new: bool) -> None:
+    async def resume(self, *, new: bool, save: Callable[[], Awaitable[None]]) -> None:
         """See to it that engines serve the weights that are trained.
 
         Args:
             new: the backend has the weights of the start, not a checkpoint's.
+            save: writes a checkpoint. Awaited where the weights of a roll-back were loaded over
+                those of the one before, from which the next process would go on.
         """
         progress, backend = self._progress, self._updater.backend
         refused = NO_LOADING if backend.lacks("load_weights") else None
@@ -187,9 +189,12 @@ class Publisher:
             # A number that nobody has seen: steps of before must not pass for ours.
             newest = max([known, before, committed, *versions])
             progress.lose(newest, self._async.trigger_parameter_sync_step)
-            if current is not None and known < committed != self._store.weights_of(committed):
+            taken_back = known < committed != self._store.weights_of(committed)
+            if current is not None and taken_back:
                 await self._compute(backend.load_weights, Path(current.path))
                 progress.published[progress.version] = progress.updates
+        if taken_back:
+            await save()
         await self.publish()
 
     async def adopt(self) -> bool:
@@ -221,6 +226,11 @@ class Publisher:
         current = self._store.current()
         return current is not None and current.version not in self._progress.published
 
+    @property
+    def is_publishing(self) -> bool:
+        """Engines are given a version now."""
+        return self._publication is not None and not self._publication.done()
+
     async def after_step(self, *, is_last: bool = True) -> None:
         """An optimizer step was taken: engines get the weights if they are due, and their memory
         then or when the batch ends.
@@ -244,7 +254,7 @@ class Publisher:
         if self._guard or self._async.has_windows or self._pins:
             return False
         async with self._lock:
-            if self._publication is not None and not self._publication.done():
+            if self.is_publishing:
                 return False
             if self.is_superseded:
                 return False
