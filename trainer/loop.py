@@ -246,6 +246,7 @@ class Trainer:
             raise self.checkpoints.unwritable(step, e) from e
         await asyncio.to_thread(self.checkpoints.save, step, state, about, draft)
         await self.batches.settle(consumed)
+        await self.publisher.saved(about["version"])
 
     async def _wait_saved(self) -> None:
         """Return when the checkpoint that was begun last is durable and its groups are acked.

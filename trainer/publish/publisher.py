@@ -2,7 +2,8 @@
 and trains on from what a roll-back served instead.
 
     due ──► write, in the compute thread ──► publish, beside training ──► every engine serves v+1
-     │ an evaluation has pinned the version of now, or one is on trial
+     │ an evaluation has pinned the version of now, one is on trial, or no checkpoint knows of the
+     │ roll-back that training goes on from
      └──► overdue: published, with the weights of then, as soon as that has ended
 
     v+1 on the engines ──on trial──► stays: the next one may be published
@@ -131,6 +132,9 @@ class Publisher:
         self._failure: Exception | None = None
         """Error of a trial, raised to whoever publishes or waits next."""
         self._overdue = False
+        self._unsaved: int | None = None
+        """Version of a roll-back that training goes on from and no checkpoint knows: published over
+        it, it would be lost with a crash, and what it took back would be served again."""
         self._pins = 0
         self._unpinned = asyncio.Event()
         self._unpinned.set()
@@ -212,13 +216,19 @@ class Publisher:
                 await self._compute(self._updater.backend.load_weights, Path(current.path))
             sync = self._async.trigger_parameter_sync_step
             self._progress.roll_back(current.version, of, sync)
-            self._canary, self._overdue = None, False
+            self._canary, self._overdue, self._unsaved = None, False, current.version
             self._rolled_back += 1
         self._notify_user(
             f"version {current.version} was served by a roll-back; training goes on from it, with "
             f"the weights of {of}"
         )
         return True
+
+    async def saved(self, version: int) -> None:
+        """A checkpoint of training at this version is durable."""
+        if self._unsaved is not None and self._unsaved <= version:
+            self._unsaved = None
+            await self._publish_overdue()
 
     @property
     def is_superseded(self) -> bool:
@@ -251,7 +261,7 @@ class Publisher:
         somebody needs engines that generate, or the store's lock, which the lend holds."""
         if not self.memory.lends or not self.memory.is_lent:
             return False
-        if self._guard or self._async.has_windows or self._pins:
+        if self._guard or self._async.has_windows or self._pins or self._unsaved is not None:
             return False
         async with self._lock:
             if self.is_publishing:
@@ -286,6 +296,9 @@ class Publisher:
         generation waits for them. What fails then is raised by the next `publish` or
         `wait_published`.
         """
+        if self._unsaved is not None:
+            self._overdue = True
+            return
         windows = self._async.has_windows
         if windows:
             await self._unpinned.wait()
