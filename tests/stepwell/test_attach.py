@@ -16,6 +16,7 @@ import ray
 
 import stepwell
 from stepwell import RunUnavailableError, load_config
+from stepwell.backends.weights import WeightStore
 from stepwell.cli.main import main
 from stepwell.cluster.address import RayPart
 from stepwell.cluster.parts import POOL_NAME
@@ -284,3 +285,8 @@ def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model
     weights.mkdir(parents=True)
     forget_weights(load_config("quickstart", [f"run.dir={tmp_path}"]), trains=True)
     assert not weights.exists()  # no agent comes before the checkpoint's weights are published
+
+    store = WeightStore(weights.parent, base=other)
+    store.commit(4, store.write_again(4, 0))
+    forget_weights(load_config("quickstart", [f"run.dir={tmp_path}"]), trains=True)
+    assert store.path(4).exists(), "the checkpoint may not know of a roll-back"
