@@ -134,7 +134,8 @@ async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:
     with left_by_trainer(config.run.dir) as pid:
         if pid is None:
             return
-        store = WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights)
+        keep = config.trainer.keep_weights
+        store = WeightStore(config.run.dir / WEIGHTS, keep=keep, prunes=False)
         committed = store.current() or Published(0, str(config.engine.model_path))
         log.warning("trainer %d was killed; version %d is served on", pid, committed.version)
         try:
