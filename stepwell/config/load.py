@@ -229,6 +229,7 @@ def attached_config(
             f"sampling.channels gives conversations a share, but the pool of the run in {run_dir} "
             "has no channel for them; start `stepwell serve` with the same sampling.channels"
         )
+    lines += _of_its_pool(config, before, run_dir)
     if config.run.resume == "never":
         lines.append(
             "run.resume is 'never', which would remove the pool that agents fill; give it to "
@@ -239,6 +240,38 @@ def attached_config(
         raise ConfigError("\n".join(lines))
     _warn_of_rate([served, *above], config)
     return config
+
+
+def _of_its_pool(config: RunConfig, before: RunConfig, run_dir: Path) -> list[str]:
+    """A line for each key of a trainer's that its pool goes by since it was started: with another
+    value nothing would hold generation back, or nothing would ever be served.
+
+    Args:
+        before: the configuration of the run that has the pool.
+    """
+
+    def own(of: RunConfig) -> dict[str, Any]:
+        return {
+            "async_training.mode": of.async_training.mode,
+            "async_training.max_queue_size": of.async_training.max_queue_size,
+            "rollout.max_outstanding_groups": of.max_outstanding_groups,
+        }
+
+    lines = []
+    for (key, asked), has in zip(own(config).items(), own(before).values(), strict=True):
+        if asked != has:
+            with_agent = " and rollout.agent" if key.startswith("rollout.") else ""
+            lines.append(
+                f"{key} is {told_value(asked)}, but the pool of the run in {run_dir} goes by "
+                f"{told_value(has)}; start `stepwell serve` with the same {key}{with_agent}"
+            )
+    if before.only_scored and config.rollout.agent is None and not config.only_scored:
+        lines.append(
+            f"rollout.reward is given, but the pool of the run in {run_dir} leaves out what its "
+            "agents have not scored, as it was started without one; start `stepwell serve` with "
+            "rollout.reward"
+        )
+    return lines
 
 
 def eval_config(

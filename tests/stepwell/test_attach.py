@@ -106,13 +106,16 @@ def test_an_attached_trainer_is_configured_as_its_run_but_for_what_it_is_given(
         ("engine.port=5", r"engine\.port is 5, but the run in .* goes by 0 since it was started"),
         ("run.resume=never", "would remove the pool that agents fill"),
         ("trainer.total_step=5", "did you mean 'total_steps'"),
+        ("async_training.max_queue_size=9", r"max_queue_size is 9, but the pool .* goes by 256;"),
+        ("rollout.agent=a:b data=x.jsonl", r"groups is 16, but the pool .* goes by null; start .*agent"),
+        ("rollout.reward=math", "leaves out what its agents have not scored"),
     ],
 )
 def test_what_an_attached_trainer_cannot_have_otherwise_is_refused(
     tmp_path: Path, override: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        attached(tmp_path, live(tmp_path), override)
+        attached(tmp_path, live(tmp_path), *override.split())
 
 
 def test_a_secret_of_the_trainers_is_asked_for_again(tmp_path: Path) -> None:
