@@ -29,8 +29,13 @@ def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
     """Build the trackers that `logging` asks for. Where one cannot be built, those before it are
     closed."""
     trackers: list[Tracker] = []
-    with ExitStack() as undo:  # wandb takes a run that nobody ends for a live one
-        undo.callback(lambda: [tracker.close(failed=True) for tracker in trackers])
+
+    def close() -> None:
+        for tracker in trackers:
+            tracker.close(failed=True)
+
+    with ExitStack() as undo:
+        undo.callback(close)  # wandb takes a run that nobody ends for a live one
         if config.logging.wandb != "disabled":
             trackers.append(WandbTracker(folder, config))
         if config.logging.tensorboard:

@@ -15,7 +15,7 @@ from stepwell.datapool.remote.lease_keeper import USED, LeaseKeeper, by_lease
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.types import Group
-from tests.builders import step_of
+from tests.builders import step_of, until
 
 
 class Pool(DataPoolClient):
@@ -120,12 +120,13 @@ async def test_a_settled_group_that_was_on_its_way_here_is_acked_when_it_arrives
     assert await pool.counts() == {"leased": 1, "acked": 1}
 
 
-async def test_a_settled_group_whose_new_lease_arrives_before_its_drop_is_refused_is_acked() -> None:
+async def test_a_settled_group_whose_new_lease_arrives_before_its_drop_is_refused_is_acked() -> (
+    None
+):
     class Busy(Pool):
         async def drop_group(self, uid: str, *args: Any) -> None:  # type: ignore[override]
             await self.put("c")  # a lease of this consumer waits for it
-            while uid not in keeper.held:
-                await asyncio.sleep(0)
+            await until(lambda: uid in keeper.held)
             await super().drop_group(uid, *args)
 
     pool = Busy()

@@ -43,8 +43,8 @@ from stepwell.datapool.remote import service as service_module
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.segments import segment_path
-from tests.datapool.conftest import SyncPool, newest_segment
 from tests.builders import step_of
+from tests.datapool.conftest import SyncPool, newest_segment
 from tests.datapool.pools import pool_here, service_of
 from tests.helpers import full_disk
 

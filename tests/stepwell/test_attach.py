@@ -107,7 +107,10 @@ def test_an_attached_trainer_is_configured_as_its_run_but_for_what_it_is_given(
         ("run.resume=never", "would remove the pool that agents fill"),
         ("trainer.total_step=5", "did you mean 'total_steps'"),
         ("async_training.max_queue_size=9", r"max_queue_size is 9, but the pool .* goes by 256;"),
-        ("rollout.agent=a:b data=x.jsonl", r"groups is 16, but the pool .* goes by null; start .*agent"),
+        (
+            "rollout.agent=a:b data=x.jsonl",
+            r"groups is 16, but the pool .* goes by null; start .*agent",
+        ),
         ("rollout.reward=math", "leaves out what its agents have not scored"),
     ],
 )

@@ -200,7 +200,7 @@ def test_wandbs_run_ends_where_a_later_tracker_cannot_begin(tmp_path: Path, name
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = f"logging.prometheus_port={taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="logging.prometheus_port"):
+        with pytest.raises(ConfigError, match=r"logging\.prometheus_port"):
             writer(tmp_path, "logging.wandb=offline", f"logging.names={names}", port)
     assert wandb.run is None
 
