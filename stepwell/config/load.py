@@ -282,7 +282,7 @@ def eval_config(
     typed_in: Path | None = None,
 ) -> RunConfig:
     """The configuration of an evaluation of a run's checkpoint, beside the run, which may be alive:
-    the run's own, on a free port of this machine, below `key=value` overrides.
+    the run's own, on free ports of this machine, below `key=value` overrides.
 
     Args:
         values: the run's resolved configuration, from its `run.json`.
@@ -301,6 +301,7 @@ def eval_config(
     }
     own["run"]["resume"] = str(checkpoint)
     own["gateway"] |= {"port": 0, "public_url": None}
+    own["engine"] = values["engine"] | {"port": 0}
     given, lines = _read_overrides(overrides, typed_in)
     path = run_dir / RUN_FILE
     config = _validated([Layer(path, own), given], lines, path)
