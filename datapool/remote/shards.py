@@ -93,7 +93,7 @@ class Shards:
         self._homes: dict[tuple[str, str], int] = {}
         """(channel, trajectory_uid) -> its shard"""
         self._random = random.Random()
-        """Its own: a run seeds Python's, and two consumers of one seed would meet again and again."""
+        """Own generator: a run seeds Python's, and two consumers of one seed would pause alike."""
         self._turn = self._random.randrange(self.n)
         self._opening: dict[tuple[str, asyncio.AbstractEventLoop], asyncio.Lock] = {}
         """Locks with which the groups of a channel are opened one after the other."""
