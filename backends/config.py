@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from stepwell.datapool.config import HomeText, Section
+from stepwell.datapool.config import Section, TextPath
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
@@ -91,7 +91,7 @@ class EngineConfig(Section):
     paused or loads weights. Longer than its longest step on a busy machine."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts in a row after a crash or a hang; a minute of health starts the count anew."""
-    python: HomeText | None = None
+    python: TextPath | None = None
     """Interpreter to run it with, e.g. of SGLang's own environment; null = this one, or that of
     `.venv-sglang` or `.venv-vllm`."""
     extra_args: tuple[str, ...] = ()

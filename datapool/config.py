@@ -6,7 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     AfterValidator,
@@ -34,8 +44,9 @@ def at_home(path: Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-HomeText: TypeAlias = Annotated[str, AfterValidator(os.path.expanduser)]
-"""Text that may be a path, `at_home`."""
+AT_HOME: Final = AfterValidator(os.path.expanduser)
+TextPath: TypeAlias = Annotated[str, AT_HOME]
+"""A path that stays text, as one with a field in it, or an id on the hub in its place."""
 
 
 class Section(BaseModel):

@@ -16,7 +16,6 @@ it travels (`remote/wire.py`), the layout of a step (`codec.py`), nor what chang
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
@@ -44,12 +43,13 @@ from stepwell.datapool.codec import (
     PackedStep,
     PackedTrajectory,
     encode_any,
+    encoder,
     unpack,
 )
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolFullError
 from stepwell.datapool.pictures import DIGEST
 from stepwell.datapool.selection import UNMARKED, Marks
-from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, is_reward
+from stepwell.datapool.types import MAX_INT, MAX_REWARD, TRAIN, Step, is_reward
 
 R = TypeVar("R")
 
@@ -82,7 +82,7 @@ def _is_int(value: Any, least: int) -> bool:
 
 
 def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and 0 < value < MAX_INT
 
 
 TEXT: Final = Check(lambda value: isinstance(value, str) and value != "", "a non-empty string")
@@ -556,6 +556,33 @@ class ReleaseDeparted(Change[None], frozen=True, array_like=True):
 
 
 CHANGES: Final = tuple(Change.__subclasses__())
+
+
+def check_carried(op: Op[Any]) -> None:
+    """Look whether an operation can be written down, where it does not travel as bytes. Those of
+    steps and pictures can: only names are looked at beside them.
+
+    Raises:
+        InvalidRequestError: it holds half a character, or an integer beyond 64 bits.
+    """
+    names: Any = op
+    match op:
+        case SubmitSteps():
+            names = op.channel, [(each.trajectory_uid, each.prompt_uid) for each in op.trajectories]
+        case AppendStep():
+            names = op.channel, op.trajectory_uid, op.prompt_uid
+        case PutPictures():
+            names = op.channel, op.trajectory_uid, op.prompt_uid, op.owner
+    try:
+        encoder.encode(names)
+    except Exception as e:  # whatever it is: what cannot be written down must change nothing
+        raise uncarried(op, e) from e
+
+
+def uncarried(op: Op[Any], why: Exception) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{type(op).__name__} cannot be sent ({why}); pass JSON values, bytes or arrays"
+    )
 
 
 def outcomes_or_raise(results: Sequence[SubmitOutcome | Refusal]) -> list[SubmitOutcome]:

@@ -25,7 +25,7 @@ from pydantic import (
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.masks import check_mask_name
-from stepwell.datapool.config import HomeText, Section
+from stepwell.datapool.config import Section, TextPath
 from stepwell.datapool.dotted import resolve
 from stepwell.gateway.errors import GatewayConfigError
 
@@ -159,7 +159,7 @@ class GatewayConfig(Section):
     public_url: str | None = None
     """Origin handed out in `base_url`; null: http://host:port as bound. With several `replicas` it
     holds `{replica}`, which becomes the number of one."""
-    tokenizer_path: HomeText | None = None
+    tokenizer_path: TextPath | None = None
     """Folder with the tokenizer and chat template of the served model. Default `model.path`."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Gateways that share the work, each on a port of its own: `port`, `port` + 1, …"""

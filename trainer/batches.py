@@ -326,11 +326,13 @@ class Batches:
             if more is None:
                 break
             coming = more
-        self.channels[0].consumed |= consumed
-        self.channels[-1].consumed |= {group.prompt_uid for group in conversations}
         if groups:
             size = self._batch_size - len(conversations)
             groups = await self._ask_filter(self._filter.best, groups, size)
+        # After the last wait: a run that is interrupted in one has not trained this batch, and the
+        # checkpoint that it saves acks what was consumed.
+        self.channels[0].consumed |= consumed
+        self.channels[-1].consumed |= {group.prompt_uid for group in conversations}
         return groups + conversations
 
     async def _ask_filter(self, ask: Callable[..., list[Group]], *args: Any) -> list[Group]:

@@ -159,16 +159,20 @@ class CheckpointStore:
             return None
         if resume == "auto":
             return newest
+        has = f"it has {', '.join(map(str, steps)) or 'none'}"
         if isinstance(resume, int):
             if resume not in steps:
                 raise NoCheckpointError(
-                    f"run.resume is {resume}, but {self.folder} has no step_{resume}; "
-                    f"it has {', '.join(map(str, steps)) or 'none'}"
+                    f"run.resume is {resume}, but {self.folder} has no step_{resume}; {has}"
                 )
             return self._path(resume)
         if resume.absolute().parent == self.folder.absolute():
-            number = _NAME.fullmatch(resume.name)
-            return self._find(int(number[1]) if number else -1)
+            if (number := _NAME.fullmatch(resume.name)) is None:
+                raise NoCheckpointError(
+                    f"run.resume is {str(resume)!r}, which is no checkpoint of this run: {has}; "
+                    "one that was set aside is one again once it is renamed to step_N"
+                )
+            return self._find(int(number[1]))
         if newest is not None:
             return newest
         if not (resume / "state.pt").is_file():
@@ -228,6 +232,12 @@ class CheckpointStore:
         if self.folder.is_dir():  # else nothing was saved yet
             self._write_scores({**self.scores(), step: value})
             self._prune()
+
+    def unscore(self, step: int) -> None:
+        """The checkpoint of `step` has other weights than those that were scored."""
+        scores = self.scores()
+        if scores.pop(step, None) is not None:
+            self._write_scores(scores)
 
     def scores(self) -> dict[int, float]:
         """Evaluation score by step, of checkpoints that are gone too.

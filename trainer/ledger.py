@@ -133,14 +133,22 @@ class Ledger:
 
     def adopt(self, folder: Path, offset: int) -> int:
         """The run starts from a checkpoint in `folder`, perhaps of another run: then this ledger
-        begins with the first `offset` bytes of the other. Returns what to `resume` at."""
+        begins with the first `offset` bytes of the other, in place of what the run began before
+        and has no checkpoint of. Returns what to `resume` at."""
         other = folder / LEDGER
-        if self._path is None or self._offset or other == self._path:
+        if self._path is None or self._fd is None or other == self._path:
             return offset
+        begin = b""
         if other.is_file():
             with other.open("rb") as file:
-                self._append(file.read(offset))
-        return self._offset
+                begin = file.read(offset)
+        with self._path.open("rb") as own:
+            has_it = own.read(len(begin)) == begin
+        if not has_it:
+            os.ftruncate(self._fd, 0)
+            self._offset = 0
+            self._append(begin)
+        return len(begin)
 
     def ended(self) -> set[str]:
         """prompt_uids that were trained or dropped, by the history that counts. Reads the file."""

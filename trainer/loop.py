@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from stepwell.trainer.checkpoint import (
 )
 from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import INTERRUPTED
+from stepwell.trainer.errors import INTERRUPTED, StarvedError
 from stepwell.trainer.metrics import Phases, traced
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
@@ -246,6 +246,7 @@ class Trainer:
             raise self.checkpoints.unwritable(step, e) from e
         await asyncio.to_thread(self.checkpoints.save, step, state, about, draft)
         await self.batches.settle(consumed)
+        await self.publisher.saved(about["version"])
 
     async def _wait_saved(self) -> None:
         """Return when the checkpoint that was begun last is durable and its groups are acked.
@@ -273,8 +274,15 @@ class Trainer:
             offset = self._ledger.adopt(path.parent, state["ledger"])
         self._ledger.resume(self.progress.updates, offset)
         await self.batches.resume(state, self.progress.version)
-        await self.publisher.resume(new=state is None)
+        await self.publisher.resume(new=state is None, save=self._save_taken_back)
         return state is not None
+
+    async def _save_taken_back(self) -> None:
+        """A checkpoint of weights that were served by a roll-back, in place of that of the weights
+        which it took back."""
+        await self.checkpoint()
+        await self._wait_saved()
+        self.checkpoints.unscore(self.progress.updates)
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[Evaluation]:
         """Run the agent on `tasks` through the `"val"` channel, with the weights now published; or
@@ -308,6 +316,15 @@ class Trainer:
         if self._interrupted or self._config.debug_rollout_only:
             return False  # an interrupted run evaluates after it resumes
         return updates not in {e.step for e in self.progress.evaluations}
+
+    async def is_evaluated(self) -> bool:
+        """Return whether the policy of now was evaluated on its tasks, once no evaluation is under
+        way: where the data ended with a step that was due. Traffic is always looked at again."""
+        with suppress(StarvedError):  # then it was not
+            await self.validator.join()
+        now = self._policy()
+        found = [(e.step, e.version) for e in self.progress.evaluations]
+        return self.validator.pins and (now.step, now.version) in found
 
     def close(self) -> None:
         self._compute.close()

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -81,9 +81,10 @@ class MetricsWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
-        for tracker in self._trackers:
-            tracker.close(failed=error is not None)
+        with ExitStack() as closing:  # each, whatever another one raises
+            for tracker in self._trackers:
+                closing.callback(tracker.close, failed=error is not None)
+            self._file.close()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """The record of an optimizer step. Non-finite numbers become null: the file stays JSON for

@@ -31,6 +31,8 @@ PRODUCER_GONE = "producer_restarted"
 TRAINED = "trained_before_restart"
 RESTARTED = "trainer restarted"
 """Why leases go back."""
+ISSUED = "stepwell_issued"
+"""Key of a group's metadata: true where a `Producer` opened it. Agents name theirs as they like."""
 
 
 @dataclass(slots=True)
@@ -67,8 +69,8 @@ async def reclaim(
         result.dropped[TRAINED] = n_dropped
     await pool.release_leases(VAL, RESTARTED)
     async for group in _groups(pool, channel):
-        ours = "task" in group.metadata
         uid = group.prompt_uid
+        ours = ISSUED in group.metadata
         reason = None
         if ours and group.newest_version is not None and group.newest_version > version:
             reason = LOST_POLICY
@@ -100,15 +102,18 @@ async def settle_former(
     Returns:
         prompt_uids of the groups that had to be dropped, for their leases had run out.
     """
+    live = await live_groups(pool, channel) if trained else set()
     unacked = [
         uid
         for lease, uids in trained.items()
-        if not lease or not await _ack(pool, lease)
+        # Leases of two pools may have one number: `run.resume` may name another run's checkpoint.
+        if not lease or not live.issuperset(uids) or not await _ack(pool, lease)
         for uid in uids
     ]
     await pool.release_leases(channel, RESTARTED)
     # Once no lease holds them: a leased group cannot be dropped.
-    return [uid for uid in unacked if await _drop(pool, uid, TRAINED, channel)]
+    back = [uid for uid in unacked if uid in live]
+    return [uid for uid in back if await _drop(pool, uid, TRAINED, channel)]
 
 
 async def drop_ended(pool: DataPoolClient, ended: Set[str], channel: str) -> list[str]:

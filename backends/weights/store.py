@@ -117,13 +117,17 @@ class WeightStore:
         folder: str | os.PathLike[str],
         keep: Keep = 2,
         base: str | os.PathLike[str] | None = None,
+        *,
+        prunes: bool = True,
     ) -> None:
         """`keep`: versions left on disk, the committed one always among them. `base`: the weights
-        of version 0, which engines start with and nobody writes."""
+        of version 0, which engines start with and nobody writes. `prunes`: false for whoever
+        commits beside a trainer, whose own `keep` may be larger: its next commit prunes."""
         if keep != "history" and keep < 1:
             raise ValueError(f"keep is {keep}; keep at least the committed version (1)")
         self.folder = Path(folder).absolute()
         self.keep = keep
+        self._prunes = prunes
         self.base = None if base is None else Path(base).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = StoreLock(self.folder)
@@ -265,6 +269,8 @@ class WeightStore:
         """Make `version` what a (re)started engine serves, and prune old versions."""
         entry = {"version": version, "path": str(path or self.path(version)), "adapter": adapter}
         write_sealed(self.folder / CURRENT, entry)
+        if not self._prunes:
+            return
         try:
             written = {old: self.path(old).stat().st_mtime for old in self.versions()}
             for old in written.keys() - kept_versions(written, self.keep, time.time()) - {version}:

@@ -41,6 +41,7 @@ from stepwell.datapool.ops import (
     SubmitOutcome,
     SubmitSteps,
     TrajectoryOutcome,
+    check_carried,
     metadata_of,
     outcomes_or_raise,
 )
@@ -217,6 +218,7 @@ class DataPoolActor:
     # -- inside ----------------------------------------------------------------------------------
 
     def _call(self, op: Op[R]) -> R:
+        check_carried(op)
         answered: Future[R] = Future()
         # A third of what a coroutine of the loop's takes.
         self._loop.call_soon_threadsafe(self._answer, op, answered)

@@ -191,6 +191,8 @@ class LeaseKeeper:
             except UnknownGroupError:
                 pass  # gone already
             except GroupClosedError as e:
+                if uid in self._lease_of or uid not in self._settled:
+                    continue  # its new lease came before this refusal, and will be acked, or is
                 # Perhaps with a lease that is on its way here: `lease` will recognise it.
                 log.warning("group %s was used, but not by its last consumer: %s", uid, e)
                 refused.append(uid)

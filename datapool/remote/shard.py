@@ -21,8 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUnavailableError
-from stepwell.datapool.ops import LeaseBatch, Op
+from stepwell.datapool.errors import DataPoolError, PoolUnavailableError
+from stepwell.datapool.ops import LeaseBatch, Op, check_carried, uncarried
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import (
@@ -73,13 +73,14 @@ class Shard(Caller, Protocol):
 
 
 class LocalShard:
-    """A pool of this process. Cheap: nothing is copied."""
+    """A pool of this process. Cheap: no step is copied."""
 
     def __init__(self, service: PoolService) -> None:
         self.service = service
         self.met = service.incarnation
 
     def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
+        check_carried(op)
         return self.service.call(op, timeout_s)
 
     def close(self) -> None:
@@ -195,9 +196,8 @@ class RemoteShard(ABC):
             try:
                 add_frame(written, (call.number, call.op, left))
             except Exception as e:  # noqa: BLE001 - whatever it is, its caller alone is told
-                why = f"{type(call.op).__name__} cannot be sent ({e})"
                 del self._unanswered[call.number]
-                call.fail(InvalidRequestError(f"{why}; pass JSON values, bytes or arrays"))
+                call.fail(uncarried(call.op, e))
             else:
                 call.sent = self._connection
         if written:

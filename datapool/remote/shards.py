@@ -92,7 +92,9 @@ class Shards:
         self.n = len(self.shards)
         self._homes: dict[tuple[str, str], int] = {}
         """(channel, trajectory_uid) -> its shard"""
-        self._turn = random.randrange(self.n)
+        self._random = random.Random()
+        """Own generator: a run seeds Python's, and two consumers of one seed would pause alike."""
+        self._turn = self._random.randrange(self.n)
         self._opening: dict[tuple[str, asyncio.AbstractEventLoop], asyncio.Lock] = {}
         """Locks with which the groups of a channel are opened one after the other."""
         self._full: set[tuple[str, asyncio.AbstractEventLoop]] = set()
@@ -291,7 +293,8 @@ class Shards:
                 break
             # Somebody else was faster, or some groups had become too old. At random, so that two
             # consumers do not take from each other for ever.
-            await asyncio.sleep(random.random() * min(MAX_PAUSE_S, PAUSE_S * 2**tries))
+            pause_s = min(MAX_PAUSE_S, PAUSE_S * 2**tries)
+            await asyncio.sleep(self._random.random() * pause_s)
         return "nothing_yet"
 
     async def _take(self, op: ops.LeaseBatch, available: Mapping[int, int]) -> PackedLease | None:

@@ -264,10 +264,11 @@ def _attach(args: argparse.Namespace) -> None:
     refuse_second_trainer(folder)
     if args.config is not None and Path(args.config).is_file():
         args.config = str(Path(args.config).absolute())
+    here = Path.cwd()
     if run.folder.is_dir():  # relative paths and modules mean what they meant to the run
         os.chdir(run.folder)
         sys.path.insert(0, str(run.folder))
-    config = attached_config(folder, run.config, args.config, args.overrides)
+    config = attached_config(folder, run.config, args.config, args.overrides, here)
 
     checked = check_attached(config)
     from stepwell.run.train import attach

@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -23,7 +24,7 @@ from pydantic_core import PydanticUndefined, core_schema, to_jsonable_python
 
 from stepwell.config.migration import known_as
 from stepwell.config.run import RunConfig
-from stepwell.datapool.config import members_of
+from stepwell.datapool.config import AT_HOME, members_of
 from stepwell.trainer.errors import ConfigError
 
 ROOT: tuple[Any, ...] = (RunConfig,)
@@ -63,6 +64,26 @@ def types_of(types: Sequence[Any], value: object, key: str) -> list[Any]:
     if fields:
         return [field.annotation for field in fields]
     return [item for t in types for m in members_of(t) for item in _items(m)]
+
+
+def takes_path(types: Sequence[Any], value: object, key: str) -> bool:
+    """True if what stands under `key` in `value`, given the types of `value`, may be a path, or a
+    list of them."""
+    fields = [m.model_fields[key] for m in models_of(types, value) if key in m.model_fields]
+    is_list = isinstance(child(value, key), list)
+    return any(
+        _is_path(field.annotation, is_list) or (AT_HOME in field.metadata and not is_list)
+        for field in fields
+    )
+
+
+def _is_path(annotation: Any, is_list: bool) -> bool:
+    if annotation is Path or AT_HOME in getattr(annotation, "__metadata__", ()):
+        return not is_list
+    of_items = get_origin(annotation) in (tuple, list)
+    return (is_list or not of_items) and any(
+        _is_path(each, is_list and not of_items) for each in get_args(annotation)
+    )
 
 
 def fields_at(raw: object, parts: Sequence[str]) -> list[str]:

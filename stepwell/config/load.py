@@ -18,6 +18,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,7 +32,15 @@ from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.hub import WANTED, fetch_model, is_hub_id
 from stepwell.backends.remote_files import fetch_folder, is_remote
 from stepwell.config.errors import Problem, explain, nearest, told_value
-from stepwell.config.keys import ROOT, by_kind, leaves, models_of, named_by, types_of
+from stepwell.config.keys import (
+    ROOT,
+    by_kind,
+    leaves,
+    models_of,
+    named_by,
+    takes_path,
+    types_of,
+)
 from stepwell.config.run import RunConfig
 from stepwell.config.secrets import HIDDEN
 from stepwell.layout import EVAL, RUN_FILE
@@ -185,6 +194,7 @@ def attached_config(
     values: Raw,
     name: str | None = None,
     overrides: Sequence[str] = (),
+    typed_in: Path | None = None,
 ) -> RunConfig:
     """The configuration of a trainer that is attached to the run in `run_dir`: the run's own, below
     a preset or file and `key=value` overrides of the trainer's keys.
@@ -192,6 +202,7 @@ def attached_config(
     Args:
         values: the run's resolved configuration, from its `run.json`.
         name: of the preset or file; None: none.
+        typed_in: folder of the command, as `_read_overrides`.
 
     Raises:
         ConfigError: as `load_config`; or a key is given that the run's other parts go by, or a
@@ -200,7 +211,7 @@ def attached_config(
     own = _without_keys(values) | {"run": values["run"] | {"dir": str(run_dir), "resume": "auto"}}
     path = run_dir / RUN_FILE
     served = Layer(path, own)
-    given, lines = _read_overrides(overrides)
+    given, lines = _read_overrides(overrides, typed_in)
     above = [*([] if name is None else _read_files(_named(name), ())), given]
     config = _validated([served, *above], lines, path)
     before = _validated([served], [], path)
@@ -218,6 +229,7 @@ def attached_config(
             f"sampling.channels gives conversations a share, but the pool of the run in {run_dir} "
             "has no channel for them; start `stepwell serve` with the same sampling.channels"
         )
+    lines += _of_its_pool(config, before, run_dir)
     if config.run.resume == "never":
         lines.append(
             "run.resume is 'never', which would remove the pool that agents fill; give it to "
@@ -230,14 +242,51 @@ def attached_config(
     return config
 
 
+def _of_its_pool(config: RunConfig, before: RunConfig, run_dir: Path) -> list[str]:
+    """A line for each key of a trainer's that its pool goes by since it was started: with another
+    value nothing would hold generation back, or nothing would ever be served.
+
+    Args:
+        before: the configuration of the run that has the pool.
+    """
+
+    def own(of: RunConfig) -> dict[str, Any]:
+        return {
+            "async_training.mode": of.async_training.mode,
+            "async_training.max_queue_size": of.async_training.max_queue_size,
+            "rollout.max_outstanding_groups": of.max_outstanding_groups,
+        }
+
+    lines = []
+    for (key, asked), has in zip(own(config).items(), own(before).values(), strict=True):
+        if asked != has:
+            with_agent = " and rollout.agent" if key.startswith("rollout.") else ""
+            lines.append(
+                f"{key} is {told_value(asked)}, but the pool of the run in {run_dir} goes by "
+                f"{told_value(has)}; start `stepwell serve` with the same {key}{with_agent}"
+            )
+    if before.only_scored and config.rollout.agent is None and not config.only_scored:
+        lines.append(
+            f"rollout.reward is given, but the pool of the run in {run_dir} leaves out what its "
+            "agents have not scored, as it was started without one; start `stepwell serve` with "
+            "rollout.reward"
+        )
+    return lines
+
+
 def eval_config(
-    run_dir: Path, values: Raw, checkpoint: Path, overrides: Sequence[str] = ()
+    run_dir: Path,
+    values: Raw,
+    checkpoint: Path,
+    overrides: Sequence[str] = (),
+    typed_in: Path | None = None,
 ) -> RunConfig:
     """The configuration of an evaluation of a run's checkpoint, beside the run, which may be alive:
-    the run's own, on a free port of this machine, below `key=value` overrides.
+    the run's own, on free ports of this machine, below `key=value` overrides.
 
     Args:
         values: the run's resolved configuration, from its `run.json`.
+        typed_in: folder of the command, as `_read_overrides`.
 
     Raises:
         ConfigError: as `load_config`; or a secret is not given again.
@@ -252,7 +301,8 @@ def eval_config(
     }
     own["run"]["resume"] = str(checkpoint)
     own["gateway"] |= {"port": 0, "public_url": None}
-    given, lines = _read_overrides(overrides)
+    own["engine"] = values["engine"] | {"port": 0}
+    given, lines = _read_overrides(overrides, typed_in)
     path = run_dir / RUN_FILE
     config = _validated([Layer(path, own), given], lines, path)
     if lines := _hidden(config.model_dump(mode="json"), path):
@@ -459,8 +509,15 @@ def _is_indented_by_tab(path: Path, error: MarkedYAMLError) -> bool:
     return "\t" in line[: len(line) - len(line.lstrip())]
 
 
-def _read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[str]]:
-    """All overrides as one layer, and a line for each that is none."""
+def _read_overrides(
+    overrides: Sequence[str], typed_in: Path | None = None
+) -> tuple[Layer, list[str]]:
+    """All overrides as one layer, and a line for each that is none.
+
+    Args:
+        typed_in: folder of a command that goes on in the folder of a run; paths that are there are
+            made absolute.
+    """
     layer: Raw = {}
     typed: dict[tuple[str, ...], str] = {}
     lines = []
@@ -496,7 +553,28 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[str]]:
         for part in reversed(parts):
             nested = {part: nested}
         layer = _over(layer, nested, ROOT, one_layer=True)
+    if typed_in is not None:
+        layer = _from_folder(typed_in, layer, ROOT)
     return Layer(None, layer, typed), lines
+
+
+def _from_folder(folder: Path, value: Any, types: Sequence[Any], *, is_path: bool = False) -> Any:
+    """`value`, of `types`, with the paths that are in `folder` absolute; also those of files that a
+    function or class is named in (`reward.py:score`)."""
+    if isinstance(value, dict):
+        found = value.copy() if isinstance(value, _Whole) else {}
+        for key, inner in value.items():
+            named = takes_path(types, value, key)
+            inner_types = types_of(types, value, key)
+            found[key] = _from_folder(folder, inner, inner_types, is_path=named)
+        return found
+    if isinstance(value, list):
+        return [_from_folder(folder, item, types, is_path=is_path) for item in value]
+    if not isinstance(value, str):
+        return value
+    path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    is_there = path and (colon or is_path) and glob(path, root_dir=folder)
+    return f"{folder / path}{colon}{name}" if is_there else value
 
 
 class _Whole(dict[str, Any]):

@@ -57,6 +57,13 @@ class RunSection(Section):
     """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over;
     a step goes back to that one; a path starts from the checkpoint of another run."""
 
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folders(cls, value: str) -> str:
+        if value in (".", ".."):  # what a start over removes would be that of the folder above
+            raise ValueError(f"is {value!r}, which is another folder; give the run's own a name")
+        return value
+
     @field_validator("resume", mode="before")
     @classmethod
     def _no_boolean(cls, value: Any) -> Any:

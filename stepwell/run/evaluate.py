@@ -78,10 +78,11 @@ def evaluation_of(
             "would get the checkpoint's weights; stop it first, or give engine.urls=[…] of others"
         )
     checkpoint = CheckpointStore(folder / CHECKPOINTS).chosen(step)
+    here = Path.cwd()
     if run_file.folder.is_dir():  # relative paths and modules mean what they meant to the run
         os.chdir(run_file.folder)
         sys.path.insert(0, str(run_file.folder))
-    return eval_config(folder, values, checkpoint, overrides)
+    return eval_config(folder, values, checkpoint, overrides, here)
 
 
 def score_screen(evaluation: dict[str, Any], folder: Path) -> RenderableType:

@@ -19,8 +19,9 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
@@ -275,19 +276,19 @@ def only_run_in(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: one does already, or the folder cannot be written.
     """
-    with _locked(folder, LOCK, LOCK_WAIT_S, _runs_in(folder)):
+    with _locked(folder, LOCK, LOCK_WAIT_S, _runs_in):
         yield
 
 
 def refuse_second_run(folder: Path) -> None:
     """The error of `only_run_in`, at once, if a process runs there."""
     if (pid := holder(folder)) is not None:
-        raise ConfigError(_runs_in(folder).format(pid=pid))
+        raise ConfigError(_runs_in(folder, pid))
 
 
-def _runs_in(folder: Path) -> str:
+def _runs_in(folder: Path, pid: int) -> str:
     return (
-        f"another run is alive in {folder} (process {{pid}}); stop it first, or choose another "
+        f"another run is alive in {folder} (process {pid}); stop it first, or choose another "
         "run.name"
     )
 
@@ -324,31 +325,48 @@ def refuse_to_remove(config: RunConfig) -> None:
                 )
 
 
+@dataclass(slots=True)
+class TrainerLock:
+    """The lock of a run's trainer."""
+
+    leaves_undone: bool = False
+    """True while engines may be paused, or have what is not committed: should the trainer end so,
+    `stepwell serve` puts that right, as after a kill."""
+
+
 @contextmanager
-def only_trainer_in(folder: Path) -> Iterator[None]:
+def only_trainer_in(folder: Path) -> Iterator[TrainerLock]:
     """No other process trains in the run's folder inside the block.
 
     Raises:
         ConfigError: one does already.
     """
-    with _locked(folder, TRAINER_LOCK, REPAIR_S, _trains_in(folder)) as file:
+    with _locked(folder, TRAINER_LOCK, REPAIR_S, _trains_in) as file:
+        lock = TrainerLock()
         try:
-            yield
+            yield lock
         finally:
-            file.truncate(0)  # it ended by itself and left nothing undone
+            if not lock.leaves_undone:
+                file.truncate(0)  # it ended by itself and left nothing to be put right
 
 
 def refuse_second_trainer(folder: Path) -> None:
     """The error of `only_trainer_in`, at once, if a live process of this machine trains there."""
     pid = holder(folder, TRAINER_LOCK)
     if pid and psutil.pid_exists(pid):
-        raise ConfigError(_trains_in(folder).format(pid=pid))
+        raise ConfigError(_trains_in(folder, pid))
 
 
-def _trains_in(folder: Path) -> str:
+def _trains_in(folder: Path, pid: int) -> str:
+    if pid and not psutil.pid_exists(pid):
+        return (
+            f"process {pid}, which trained in {folder}, was killed, and what it left is being put "
+            "right (`stepwell serve` publishes the committed weights again); run the same command "
+            "again in a moment, or stop that process if it is on another machine"
+        )
     return (
-        f"process {{pid}} trains in {folder}, and a run has one trainer at a time; stop that one "
-        "first (kill -INT {pid})"
+        f"process {pid} trains in {folder}, and a run has one trainer at a time; stop that one "
+        f"first (kill -INT {pid})"
     )
 
 
@@ -372,8 +390,10 @@ def left_by_trainer(folder: Path) -> Iterator[int | None]:
 
 
 @contextmanager
-def _locked(folder: Path, name: str, wait_s: float, taken: str) -> Iterator[IO[str]]:
-    """`taken` is the error if another process has the lock; `{pid}` in it is that process."""
+def _locked(
+    folder: Path, name: str, wait_s: float, taken: Callable[[Path, int], str]
+) -> Iterator[IO[str]]:
+    """`taken` words the error if another process, by its pid, has the folder's lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / name).open("a")
@@ -392,7 +412,8 @@ def _locked(folder: Path, name: str, wait_s: float, taken: str) -> Iterator[IO[s
                 if time.monotonic() < give_up:
                     time.sleep(0.02)
                     continue
-                raise ConfigError(taken.format(pid=(folder / name).read_text())) from None
+                pid = int((folder / name).read_text() or 0)
+                raise ConfigError(taken(folder, pid)) from None
             except OSError as e:
                 raise ConfigError(
                     f"run.dir is {str(folder)!r}, on a file system without locks ({e.strerror}); "

@@ -39,6 +39,7 @@ async def roll_back(run_dir: Path, to: int | None) -> str:
         run.engines.weights_dir,
         keep=run.config["trainer"]["keep_weights"],
         base=None if transport.adapter else run.folder / run.config["model"]["path"],
+        prunes=False,
     )
     trains = holder(run_dir, TRAINER_LOCK) is not None
     async with AsyncExitStack() as stack:

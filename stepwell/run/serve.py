@@ -23,6 +23,7 @@ from stepwell.backends.weights import Published, WeightStore, publish
 from stepwell.backends.weights.transports import Disk, Lora
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
+from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.copies import OLD, ROLLOUTS
 from stepwell.datapool.log_files import logging_to
 from stepwell.datapool.sealed import remove_drafts
@@ -133,7 +134,8 @@ async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:
     with left_by_trainer(config.run.dir) as pid:
         if pid is None:
             return
-        store = WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights)
+        keep = config.trainer.keep_weights
+        store = WeightStore(config.run.dir / WEIGHTS, keep=keep, prunes=False)
         committed = store.current() or Published(0, str(config.engine.model_path))
         log.warning("trainer %d was killed; version %d is served on", pid, committed.version)
         try:
@@ -194,15 +196,29 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
 def forget_weights(config: RunConfig, *, trains: bool) -> None:
     """Engines begin with the weights that were published last, so that agents that come back are
     served by what they had; not if those are of another model, or if nobody is served before the
-    trainer has published its checkpoint's.
+    trainer has published its checkpoint's. A roll-back stays: the checkpoint may not know of it.
     """
     try:
         before = read_run(config.run.dir)
         model = (before.folder / before.config["model"]["path"]).resolve()
     except (RunUnavailableError, KeyError):
         model = None
-    if model != config.model.path.resolve() or (trains and config.rollout.agent is not None):
-        shutil.rmtree(config.run.dir / WEIGHTS, ignore_errors=True)
+    folder = config.run.dir / WEIGHTS
+    is_first = trains and config.rollout.agent is not None and not _is_roll_back(folder)
+    if model != config.model.path.resolve() or is_first:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_roll_back(folder: Path) -> bool:
+    """True if the committed version of a store has the weights of an earlier one."""
+    if not folder.is_dir():
+        return False
+    try:
+        store = WeightStore(folder)
+        current = store.current()
+        return current is not None and store.weights_of(current.version) != current.version
+    except DamagedFileError:
+        return False
 
 
 def start_over(folder: Path) -> None:

@@ -36,6 +36,7 @@ from stepwell.layout import CHECKPOINTS, LOGS, RUN_FILE
 from stepwell.run.checks import Checked, check_attached, check_run, validation_tasks
 from stepwell.run.folder import (
     RunFile,
+    TrainerLock,
     holder,
     is_starting,
     only_run_in,
@@ -111,7 +112,7 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
         )
         display.summary(done, folder)
         return done
-    with only_trainer_in(folder), logged(folder):
+    with only_trainer_in(folder) as lock, logged(folder):
         if (other := os.environ.get("RAY_ADDRESS")) and config.cluster.address is None:
             display.status(
                 f"RAY_ADDRESS is {other!r}, which is not joined: cluster.address is null, so this "
@@ -126,11 +127,11 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
             display.status(where)
             if placed := cluster.placement.text():
                 display.status(placed)
-            return await _train_on(cluster, config, checked, display)
+            return await _train_on(cluster, config, checked, display, lock)
 
 
 async def _train_on(
-    parts: Parts, config: RunConfig, checked: Checked, display: Display
+    parts: Parts, config: RunConfig, checked: Checked, display: Display, lock: TrainerLock
 ) -> dict[str, Any]:
     folder = config.run.dir
     with (
@@ -143,17 +144,19 @@ async def _train_on(
         async with AsyncExitStack() as end:  # each of them, whatever the others end with
             end.push_async_callback(trainer.batches.scorer.aclose)
             end.push_async_callback(trainer.validator.stop)
-            end.push_async_callback(_let_publish, trainer)
+            end.push_async_callback(let_publish, trainer, lock)
             end.push_async_callback(trainer.publisher.memory.take_back)
             return await _train(config, trainer, metrics, display, memory)
 
 
-async def _let_publish(trainer: Trainer) -> None:
+async def let_publish(trainer: Trainer, lock: TrainerLock) -> None:
     """Engines outlive an attached trainer: what it began to publish, they get."""
+    lock.leaves_undone = True  # also if this is cancelled
     try:
         await asyncio.wait_for(trainer.publisher.wait_published(), PUBLISHED_S)
     except Exception:  # the error that ended the run is told, not what follows from it
         log.info("the last publication did not end", exc_info=True)
+    lock.leaves_undone = trainer.publisher.is_publishing
 
 
 async def _train(
@@ -242,8 +245,9 @@ async def _train(
                 report()
                 if trainer.evaluation_due():
                     await evaluate(config.validation.mode)
-        if not rollouts_only:
+        if not rollouts_only and not await trainer.is_evaluated():
             await evaluate()
+        report()
     except asyncio.CancelledError:
         if total is None and trainer.progress.updates:  # that is how it ends
             sum_up()
@@ -312,7 +316,7 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
     display = Display(config.run.name, config.logging.console)
     variables = config.cluster.env
     with (
-        only_trainer_in(folder),
+        only_trainer_in(folder) as lock,
         logged(folder),
         environment(**variables),
         attached(run.ray, str(folder), runtime_env=runtime_env(None, variables)),
@@ -352,4 +356,4 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
             url = run.gateway.urls[0]
             display.status(f"attached to {folder}: gateway at {url}; dashboard {url}/ui")
             parts = Parts(pool=pool, engines=engines, workers=workers, placement=placement)
-            return await _train_on(parts, config, checked, display)
+            return await _train_on(parts, config, checked, display, lock)

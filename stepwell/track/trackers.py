@@ -11,7 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,25 @@ TENSORBOARD = "tensorboard"
 
 
 def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
-    """Build the trackers that `logging` asks for."""
+    """Build the trackers that `logging` asks for. Where one cannot be built, those before it are
+    closed."""
     trackers: list[Tracker] = []
-    if config.logging.wandb != "disabled":
-        trackers.append(WandbTracker(folder, config))
-    if config.logging.tensorboard:
-        trackers.append(TensorBoardTracker(folder / TENSORBOARD))
-    if config.logging.names == "verl":
-        trackers = [VerlNames(tracker, config) for tracker in trackers]
-    if config.logging.prometheus_port is not None:
-        trackers.append(PrometheusTracker(config.gateway.host, config.logging.prometheus_port))
+
+    def close() -> None:
+        for tracker in trackers:
+            Mirror(tracker).close(failed=True)
+
+    with ExitStack() as undo:
+        undo.callback(close)  # wandb takes a run that nobody ends for a live one
+        if config.logging.wandb != "disabled":
+            trackers.append(WandbTracker(folder, config))
+        if config.logging.tensorboard:
+            trackers.append(TensorBoardTracker(folder / TENSORBOARD))
+        if config.logging.names == "verl":
+            trackers = [VerlNames(tracker, config) for tracker in trackers]
+        if config.logging.prometheus_port is not None:
+            trackers.append(PrometheusTracker(config.gateway.host, config.logging.prometheus_port))
+        undo.pop_all()
     return [Mirror(tracker) for tracker in trackers]
 
 

@@ -148,6 +148,19 @@ def test_a_version_that_is_being_pruned_is_none(
     assert store.versions() == [2]
 
 
+def test_who_commits_beside_a_trainer_removes_none_of_the_versions_that_it_keeps(
+    tmp_path: Path,
+) -> None:
+    trainers = WeightStore(tmp_path, keep=4)
+    for version in (1, 2, 3, 4):
+        trainers.commit(version, trainers.write(version, save(str(version))))
+    beside = WeightStore(tmp_path, keep=2, prunes=False)
+    beside.commit(5, beside.write_again(5, 3))
+    assert beside.versions() == [1, 2, 3, 4, 5]
+    trainers.commit(6, trainers.write(6, save("6")))
+    assert trainers.versions() == [3, 4, 5, 6]
+
+
 def test_versions_that_cannot_be_pruned_undo_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

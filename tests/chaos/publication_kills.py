@@ -394,6 +394,11 @@ class Trainer(NamedTuple):
         self.backend.value = value
         self.progress.updates += 1
 
+    async def adopt(self) -> None:
+        """As before each batch; with the checkpoint after it."""
+        if await self.publisher.adopt():
+            await self.publisher.saved(self.progress.version)
+
 
 @dataclass
 class Publications:
@@ -542,14 +547,14 @@ class Publications:
         """A version is tried out by one replica, judged, and given to all or taken back."""
         publisher, figures = trainer.publisher, self.record.figures
         await publisher.judge()
-        await publisher.adopt()
+        await trainer.adopt()
         unjudged = publisher.metrics()["publish/unjudged"]
         bad = self.chance.random() < 0.5
         self.store.armed[:] = kills
         trainer.step(BAD if bad else good(self.served + 1))
         await publisher.publish()
         alone = not await self._maybe_command()
-        await publisher.adopt()  # as before each batch
+        await trainer.adopt()
         await publisher.wait_judged()
         await publisher.wait_published()
         figures["trials"] += 1
@@ -568,7 +573,7 @@ class Publications:
     async def lend(self, trainer: Trainer, kills: Sequence[Kill]) -> None:
         """The engines lend their memory for a step, and are published into it."""
         publisher = trainer.publisher
-        await publisher.adopt()
+        await trainer.adopt()
         await publisher.borrow_memory()
         beside = asyncio.gather(self._maybe_command(), self._fire(kills[1:], "lent"))
         await asyncio.sleep(self.chance.uniform(0, 0.5))
@@ -591,7 +596,7 @@ class Publications:
     async def _adopted(self, trainer: Trainer) -> None:
         """The trainer has the weights that are served."""
         self.store.armed.clear()
-        await trainer.publisher.adopt()
+        await trainer.adopt()
         has, serves = trainer.backend.value, self.record.value_of[self.served]
         if has != serves:
             self.record.violations.append(

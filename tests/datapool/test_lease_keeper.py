@@ -15,7 +15,7 @@ from stepwell.datapool.remote.lease_keeper import USED, LeaseKeeper, by_lease
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.types import Group
-from tests.builders import step_of
+from tests.builders import step_of, until
 
 
 class Pool(DataPoolClient):
@@ -118,6 +118,29 @@ async def test_a_settled_group_that_was_on_its_way_here_is_acked_when_it_arrives
     await pool.nack(other.lease_id)
     assert uids(await keeper.lease()) == "b"
     assert await pool.counts() == {"leased": 1, "acked": 1}
+
+
+async def test_a_settled_group_whose_new_lease_arrives_before_its_drop_is_refused_is_acked() -> (
+    None
+):
+    class Busy(Pool):
+        async def drop_group(self, uid: str, *args: Any) -> None:  # type: ignore[override]
+            await self.put("c")  # a lease of this consumer waits for it
+            await until(lambda: uid in keeper.held)
+            await super().drop_group(uid, *args)
+
+    pool = Busy()
+    keeper = keeper_of(pool)
+    await pool.put("a")
+    assert uids(await keeper.lease()) == "a"
+    await pool.run_out()
+    leasing = asyncio.create_task(keeper.lease(2, timeout_s=60))
+    await asyncio.sleep(0)
+    assert await keeper.settle("a") == []
+    await pool.put("d")
+    assert uids(await leasing) == "cd"
+    assert await keeper.settle("cd") == []
+    assert await pool.counts() == {"acked": 3}
 
 
 async def test_what_was_nacked_is_delivered_again() -> None:

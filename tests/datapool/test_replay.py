@@ -18,6 +18,7 @@ import ray
 
 from stepwell.datapool import (
     ChannelConfig,
+    DataPoolClient,
     DataPoolError,
     PoolConfig,
     Step,
@@ -29,6 +30,7 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.core import group_log
 from stepwell.datapool.errors import (
     ChannelShutDownError,
+    InvalidRequestError,
     JournalCorruptError,
     JournalFullError,
     PoolFullError,
@@ -41,6 +43,7 @@ from stepwell.datapool.remote import service as service_module
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.segments import segment_path
+from tests.builders import step_of
 from tests.datapool.conftest import SyncPool, newest_segment
 from tests.datapool.pools import pool_here, service_of
 from tests.helpers import full_disk
@@ -364,6 +367,30 @@ def test_a_shut_down_channel_leaves_the_others_open(pool: Journaled) -> None:
     pool.restart()
     assert pool.is_shut_down("train")
     assert pool.open_group("p", 1, channel="another") == "accepted"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.drop_group("a", "half a character: \ud800"),
+        lambda pool: pool.open_group("b", 1, channel="\ud800"),
+        lambda pool: pool.submit_step(step_of("\ud800", "b")),
+        lambda pool: pool.append_step(step_of("t", "\ud800")),
+        lambda pool: pool.open_trajectory("t", "a", attempt=2**70),
+        lambda pool: pool.advance_version(2**70),
+    ],
+)
+async def test_what_cannot_be_written_down_is_refused_and_keeps_nothing_else_from_it(
+    call: Callable[[DataPoolClient], Any], tmp_path: Path
+) -> None:
+    """In a pool of the caller's process too, to which nothing travels."""
+    async with DataPoolClient.local(folder=tmp_path) as pool:
+        await pool.open_group("a", 2)
+        with pytest.raises(InvalidRequestError):
+            await call(pool)
+        await pool.submit_step(step_of("t", "a"))
+    async with DataPoolClient.local(folder=tmp_path) as pool:
+        assert await pool.trajectory_index() == {"t": [0]}
 
 
 async def test_a_new_run_over_an_old_journal_is_not_shut_down(

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import pickle
+import random
 import threading
 import uuid
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.files.transfer import export_channel, import_channel
 from stepwell.datapool.questions import Credit, WaitCredit
 from stepwell.datapool.remote.actor import SHARDS_FILE
+from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.remote.shards import parts, shard_of
 from stepwell.datapool.remote.start import client_of, connect, share
 from stepwell.datapool.sealed import write_sealed
@@ -49,6 +52,14 @@ from tests.builders import until
 from tests.datapool.pools import answers_lease
 
 N = 2
+
+
+async def test_a_client_draws_nothing_from_the_generator_that_a_run_seeds() -> None:
+    """Its draws are those of the run's own code, and the same in two consumers of one seed."""
+    before = random.getstate()
+    two = DataPoolClient([LocalShard(PoolService()), LocalShard(PoolService())])
+    assert await two.lease_batch() is None
+    assert random.getstate() == before
 
 
 LIMITS = {

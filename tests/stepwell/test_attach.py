@@ -16,6 +16,7 @@ import ray
 
 import stepwell
 from stepwell import RunUnavailableError, load_config
+from stepwell.backends.weights import WeightStore
 from stepwell.cli.main import main
 from stepwell.cluster.address import RayPart
 from stepwell.cluster.parts import POOL_NAME
@@ -105,13 +106,19 @@ def test_an_attached_trainer_is_configured_as_its_run_but_for_what_it_is_given(
         ("engine.port=5", r"engine\.port is 5, but the run in .* goes by 0 since it was started"),
         ("run.resume=never", "would remove the pool that agents fill"),
         ("trainer.total_step=5", "did you mean 'total_steps'"),
+        ("async_training.max_queue_size=9", r"max_queue_size is 9, but the pool .* goes by 256;"),
+        (
+            "rollout.agent=a:b data=x.jsonl",
+            r"groups is 16, but the pool .* goes by null; start .*agent",
+        ),
+        ("rollout.reward=math", "leaves out what its agents have not scored"),
     ],
 )
 def test_what_an_attached_trainer_cannot_have_otherwise_is_refused(
     tmp_path: Path, override: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        attached(tmp_path, live(tmp_path), override)
+        attached(tmp_path, live(tmp_path), *override.split())
 
 
 def test_a_secret_of_the_trainers_is_asked_for_again(tmp_path: Path) -> None:
@@ -180,7 +187,7 @@ async def test_nodes_are_looked_at_and_variables_set_before_an_attached_trainer_
 
 
 def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_noticed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with left_by_trainer(tmp_path) as pid:
         assert pid is None
@@ -204,12 +211,24 @@ def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_notic
         trainer.kill()
         trainer.wait()
     refuse_second_trainer(tmp_path)
-    with left_by_trainer(tmp_path) as pid:
+    with left_by_trainer(tmp_path) as pid, monkeypatch.context() as at_once:
         assert pid == trainer.pid
+        at_once.setattr("stepwell.run.folder.REPAIR_S", 0.0)
+        with (
+            pytest.raises(ConfigError, match=rf"process {trainer.pid}, .* is being put right"),
+            only_trainer_in(tmp_path),
+        ):
+            pass
     with only_trainer_in(tmp_path):
         pass
     with left_by_trainer(tmp_path) as pid:
         assert pid is None  # it ended by itself
+    with only_trainer_in(tmp_path) as lock:
+        lock.leaves_undone = True
+    with left_by_trainer(tmp_path) as pid:
+        assert pid == os.getpid(), "engines may be paused"
+    with left_by_trainer(tmp_path) as pid:
+        assert pid is None
 
 
 # -- where the run is ----------------------------------------------------------------------------
@@ -272,3 +291,8 @@ def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model
     weights.mkdir(parents=True)
     forget_weights(load_config("quickstart", [f"run.dir={tmp_path}"]), trains=True)
     assert not weights.exists()  # no agent comes before the checkpoint's weights are published
+
+    store = WeightStore(weights.parent, base=other)
+    store.commit(4, store.write_again(4, 0))
+    forget_weights(load_config("quickstart", [f"run.dir={tmp_path}"]), trains=True)
+    assert store.path(4).exists(), "the checkpoint may not know of a roll-back"

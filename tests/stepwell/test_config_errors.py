@@ -90,6 +90,7 @@ def test_overrides_may_stand_before_and_after_options() -> None:
         ("rollout.n=0", "rollout.n is 0; it should be greater than or equal to 1"),
         ("run.name=42", "in quotes: run.name='\"42\"'"),
         ("run.name=1e3", "run.name is 1e3; it should be text, in quotes: run.name='\"1e3\"'"),
+        ("run.name=..", "run.name: is '..', which is another folder"),
         ("run.name=on", "in quotes: run.name='\"on\"'"),
         ("model.revision=00123456", "in quotes: model.revision='\"00123456\"'"),
         ("run.name=caf\udce9", "override 'run.name=caf\\udce9' is no UTF-8; rename"),

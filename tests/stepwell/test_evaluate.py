@@ -12,6 +12,7 @@ from stepwell import load_config
 from stepwell.cli.main import main
 from stepwell.run.evaluate import evaluation_of
 from stepwell.run.folder import begin, read_run
+from stepwell.trainer.config.data import JsonlSource
 from tests.e2e.conftest import SMALL
 
 MODEL = load_config("quickstart").model.path
@@ -41,18 +42,51 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_unchecked")
 def test_a_run_is_evaluated_beside_itself_and_only_evaluated(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "mine", "validation.n=3", "gateway.port=8199")
+    run = run_of(tmp_path / "mine", "validation.n=3", "gateway.port=8199", "engine.port=4711")
     checkpoint(run, 5)
     newest = checkpoint(run, 12)
     config = evaluation_of(str(run))
     assert (config.run.dir, config.run.name) == (run / "eval", "mine-eval")
     assert config.run.resume == newest
     assert (config.validation.only, config.validation.n) == (True, 3)
-    assert (config.gateway.port, config.logging.wandb) == (0, "disabled")
+    assert (config.gateway.port, config.engine.port, config.logging.wandb) == (0, 0, "disabled")
     assert config.pool.journal_dir is None
     config = evaluation_of(str(run), 5, None, ["validation.n=8"])
     assert (config.run.resume, config.validation.n) == (run / "checkpoints" / "step_5", 8)
     assert read_run(run).name == "mine", "the run's own file is as it was"
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_what_is_named_beside_the_command_is_that_and_not_what_the_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, here = tmp_path / "started", tmp_path / "here"
+    for folder in (started, here):
+        folder.mkdir()
+        for name in ("held.jsonl", "more.jsonl", "reward.py"):
+            (folder / name).write_text("")
+    (started / "theirs.jsonl").write_text("")
+    (here / "a").write_text("")
+    monkeypatch.chdir(started)
+    run = run_of(tmp_path / "mine")
+    checkpoint(run, 5)
+    monkeypatch.chdir(here)
+    typed = [
+        "data.val=held.jsonl",
+        "data.train={kind: jsonl, path: [more.jsonl, theirs.jsonl]}",
+        "data.train.skip_instance_ids=[a]",
+        "rollout.reward=reward.py:score",
+    ]
+    config = evaluation_of(str(run), "latest", None, typed)
+    assert Path.cwd() == started
+    assert config.data is not None
+    assert isinstance(config.data.val, JsonlSource)
+    assert isinstance(config.data.train, JsonlSource)
+    assert config.data.val.path == here / "held.jsonl"
+    assert config.data.train.path == (here / "more.jsonl", Path("theirs.jsonl"))
+    assert config.data.train.skip_instance_ids == ("a",)
+    assert config.rollout.reward is not None
+    assert config.rollout.reward.function == f"{here}/reward.py:score"
 
 
 def test_a_model_is_evaluated_on_the_tasks_of_a_preset(tmp_path: Path) -> None:

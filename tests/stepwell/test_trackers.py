@@ -195,6 +195,18 @@ def test_a_port_that_is_taken_is_told_before_the_run(tmp_path: Path) -> None:
             checks.prometheus(config)
 
 
+@pytest.mark.parametrize("names", ["stepwell", "verl"])
+def test_wandbs_run_ends_where_a_later_tracker_cannot_begin(tmp_path: Path, names: str) -> None:
+    """One that nobody ends is a live run in wandb until it is missed there."""
+    import wandb
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"logging.prometheus_port={taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"logging\.prometheus_port"):
+            writer(tmp_path, "logging.wandb=offline", f"logging.names={names}", port)
+    assert wandb.run is None
+
+
 def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

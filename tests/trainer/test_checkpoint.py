@@ -36,7 +36,7 @@ from stepwell.trainer.checkpoint import (
     rng_state,
     set_rng_state,
 )
-from stepwell.trainer.errors import CheckpointError, ConfigError
+from stepwell.trainer.errors import CheckpointError, ConfigError, NoCheckpointError
 from stepwell.trainer.loop import checkpoint_due
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import record_batch
@@ -221,6 +221,8 @@ def test_a_run_goes_back_to_the_step_it_is_told(tmp_path: Path) -> None:
     assert latest(store) == {"step": 2}
     assert store.scores() == {1: 0.1, 2: 0.2}
     assert "step_3.aside" in names(tmp_path)
+    with pytest.raises(NoCheckpointError, match=r"step_3\.aside', .* once it is renamed to step_N"):
+        store.find(tmp_path / "step_3.aside")
     with pytest.raises(CheckpointError, match=r"run\.resume is 7, .* it has 1, 2"):
         store.find(7)
 

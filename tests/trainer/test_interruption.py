@@ -77,6 +77,36 @@ async def test_an_interrupted_run_begins_no_evaluation(tmp_path: Path) -> None:
         assert again.trainer.evaluation_due(), "the resumed run makes up for it"
 
 
+asked, may_answer = threading.Event(), threading.Event()
+
+
+def thinks_long(args: Any, samples: list[Any]) -> list[Any]:
+    """The two groups to train on, in its time."""
+    asked.set()
+    may_answer.wait()
+    return samples[:2]
+
+
+async def test_a_batch_that_a_filter_still_looks_at_is_not_acked_by_an_interruption(
+    tmp_path: Path,
+) -> None:
+    picks = (
+        "sampling.over_sampling_batch_size=4",
+        f"sampling.over_sampling_filter={__name__}:thinks_long",
+    )
+    async with small_run(small_config(tmp_path, *picks)) as run:
+        try:
+            training = asyncio.create_task(run.train())
+            await asyncio.to_thread(asked.wait)
+            training.cancel(INTERRUPTED)
+            with pytest.raises(asyncio.CancelledError):
+                await training
+        finally:
+            may_answer.set()
+        assert (await run.pool.get_statistics("train"))["groups"]["acked"] == 0
+        assert run.trainer.checkpoints.steps() == []
+
+
 class SlowDisk(RecordingBackend):
     """Writes beside training, for as long as `go` is not set."""
 

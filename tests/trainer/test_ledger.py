@@ -204,3 +204,43 @@ def test_whenever_it_is_killed_nothing_is_skipped_or_doubled(
     assert found.trained == sum(found.updates.values()) == update
     assert set(found.in_flight) == set(flight)
     assert Counter(found.waiting) == Counter(buffer)
+
+
+@pytest.mark.parametrize("has_ledger", [True, False])
+def test_a_run_that_goes_on_from_anothers_checkpoint_has_its_history_whatever_it_began_before(
+    path: Path, tmp_path: Path, has_ledger: bool
+) -> None:
+    """Twice: it is killed before it has a checkpoint of its own."""
+    other = Ledger(tmp_path / "other" / "ledger.jsonl")
+    other.issued("p0-a", "p0")
+    other.trained(1, ["p0-a"])
+    offset = other.offset
+    other.issued("p1-a", "p1")
+    if not has_ledger:
+        (tmp_path / "other" / "ledger.jsonl").unlink()
+    before = Ledger(path)
+    for i in range(9):  # longer than the other's
+        before.issued(f"p{i}-x", f"p{i}")
+    for life in "bc":
+        ledger = Ledger(path)
+        ledger.resume(1, ledger.adopt(tmp_path / "other", offset))
+        ledger.issued(f"p1-{life}", "p1")
+        ledger.close()
+    found = audit(path)
+    trained = 1 if has_ledger else 0
+    assert (found.trained, found.in_flight, found.doubled) == (trained, ("p1-c",), ())
+
+
+def test_an_evaluation_of_a_later_checkpoint_follows_one_of_an_earlier(
+    path: Path, tmp_path: Path
+) -> None:
+    """`stepwell eval RUN` has one folder for all of them."""
+    run = Ledger(tmp_path / "other" / "ledger.jsonl")
+    for step in (1, 2, 3):
+        for i in range(9):
+            run.issued(f"p{i}-{step}", f"p{i}")
+        run.trained(step, [f"p{i}-{step}" for i in range(9)])
+        evaluation = Ledger(path)
+        evaluation.resume(step, evaluation.adopt(tmp_path / "other", run.offset))
+        evaluation.close()
+        assert audit(path).trained == 9 * step

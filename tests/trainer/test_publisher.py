@@ -26,7 +26,11 @@ from stepwell.backends.weights import StoreLock, WeightStore
 from stepwell.backends.weights.transports import Disk
 from stepwell.config.run import RunConfig
 from stepwell.datapool import Step
+from stepwell.run import train
+from stepwell.run.folder import TrainerLock
+from stepwell.run.train import let_publish
 from stepwell.run.trainer import build_updater
+from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.publish.guard import Sample, falls_below
 from stepwell.trainer.publish.publisher import Publisher
@@ -223,6 +227,54 @@ async def test_a_resumed_run_goes_on_from_a_roll_back_that_its_checkpoint_does_n
         await again.trainer.publisher.wait_published()
         assert served(again.engine) == 3
         assert again.engine.version > newest + 1
+    async with small_run(config) as killed:  # before its first checkpoint: nothing was trained
+        assert await killed.trainer.resume()
+        assert killed.backend.updates == 3, "what was taken back does not come back"
+
+
+class FullDisk(RecordingBackend):
+    """Has no room for another checkpoint once it was told so."""
+
+    is_full = False
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        if self.is_full:
+            raise OSError("no space left")
+        return super().save_state(folder)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+async def test_a_roll_back_is_served_until_a_checkpoint_holds_it(tmp_path: Path, mode: str) -> None:
+    """The trainer ends after the batch that it trains on the weights of the roll-back."""
+    keys = ("trainer.keep_weights=4", "trainer.checkpoint_every=2", f"async_training.mode={mode}")
+    config, backend = small_config(tmp_path, *keys), FullDisk()
+    async with small_run(config, backend=backend) as run:
+        await run.train(4)
+        newest = run.engine.version
+        assert await command(run, newest - 1) == newest + 1
+        backend.is_full = True
+        with pytest.raises(CheckpointError):
+            await run.train(6)
+        assert backend.updates == 4, "another fourth one, of the third"
+    async with small_run(config) as again:
+        assert await again.trainer.resume()
+        assert again.backend.updates == 3, "and not what was taken back"
+
+
+async def test_a_trainer_that_ends_while_engines_load_says_so_to_whoever_serves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who serves them publishes what is committed again: they may be paused for ever."""
+    monkeypatch.setattr(train, "PUBLISHED_S", 0.05)
+    lock = TrainerLock()
+    async with small_run(small_config(tmp_path)) as run:
+        async with run.engine.loading() as load:
+            await run.trainer.publisher.publish()
+            await load.begun.wait()
+            await let_publish(run.trainer, lock)
+            assert lock.leaves_undone
+        await let_publish(run.trainer, lock)
+        assert not lock.leaves_undone
 
 
 async def test_a_trainer_that_starts_beside_a_command_goes_on_from_what_that_serves(
@@ -514,7 +566,10 @@ async def test_a_canary_that_earns_less_than_the_others_meanwhile_is_taken_back(
         assert run.backend.updates == 0
         assert run.progress.rolled_back == {2: 0}
         assert "version 1 is rolled back, version 2 has the weights of 0" in run.said[0]
-        assert await run.give()
+        await run.publisher.saved(1)
+        assert not await run.give(), "no checkpoint holds it: what crashes now would undo it"
+        await run.publisher.saved(2)
+        assert run.progress.version == 3
 
 
 @pytest.mark.parametrize("rewards", [GOOD, [0] * 16])
@@ -565,6 +620,7 @@ async def test_a_command_that_finds_the_next_version_written_takes_the_number_af
     assert not any("load 2" in engine.calls for engine in run.engines)
     assert await run.publisher.adopt()
     assert run.progress.version == 3
+    await run.publisher.saved(3)
     assert await run.give()
     await run.publisher.wait_published()
     assert run.committed == 4

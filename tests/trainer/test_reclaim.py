@@ -15,7 +15,7 @@ from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import DataExhaustedError
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.live import Traffic
-from stepwell.trainer.reclaim import reclaim
+from stepwell.trainer.reclaim import ISSUED, reclaim, settle_former
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout.worker import WorkerHandle
 from tests.builders import step_of
@@ -40,7 +40,7 @@ async def submitted(
     ours: bool = True,
     channel: str = "train",
 ) -> None:
-    metadata = {"task": task(uid)} if ours else {}
+    metadata = {"task": task(uid), ISSUED: True} if ours else {"task": "an agent's word for it"}
     await pool.open_group(uid, 1, metadata=metadata, channel=channel)
     only = step_of(f"t-{uid}", uid, policy_version=version, is_last=done)
     await pool.submit_step(only, channel)
@@ -97,6 +97,19 @@ async def test_a_trained_group_whose_lease_ran_out_is_dropped(pool: DataPoolClie
 
     await reclaim(pool, trained={lease.lease_id: ["a"]}, pending={}, version=0)
     assert await live(pool) == set()
+
+
+async def test_a_lease_that_another_runs_checkpoint_contains_is_none_of_this_pools(
+    pool: DataPoolClient,
+) -> None:
+    """Their numbers begin anew in each journal."""
+    await submitted(pool, "a", ours=False)
+    lease = await pool.lease_batch()
+    assert lease is not None
+    await settle_former(pool, {lease.lease_id: ["of-the-other-run"]}, "train")
+    served = await pool.fetch_batch()
+    assert served is not None
+    assert [step.prompt_uid for step in served] == ["a"]
 
 
 async def test_nothing_is_left_of_an_evaluation(pool: DataPoolClient) -> None:

@@ -227,6 +227,17 @@ async def test_a_run_may_begin_without_an_evaluation(tmp_path: Path) -> None:
     assert summary["eval_after"] == 0.5
 
 
+@pytest.mark.parametrize("mode", ["blocking", "concurrent"])
+async def test_a_run_whose_data_ends_with_an_evaluated_step_is_not_evaluated_twice(
+    tmp_path: Path, mode: str
+) -> None:
+    keys = ("validation.every=2", f"validation.mode={mode}", "trainer.total_steps=null")
+    async with small_run(small_config(tmp_path, *keys, train=8)) as run:
+        summary = await whole_run(run)
+    assert summary["optimizer_steps"] == 4
+    assert [e["step"] for e in summary["evals"]] == [0, 2, 4]
+
+
 async def test_a_run_may_only_evaluate_what_was_trained_before(tmp_path: Path) -> None:
     async with small_run(small_config(tmp_path)) as run:
         await whole_run(run)

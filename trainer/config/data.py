@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from stepwell.datapool.config import HomeText, Section
+from stepwell.datapool.config import Section, TextPath
 from stepwell.trainer.environments import verifiers_episode
 
 Location: TypeAlias = Annotated[
@@ -197,7 +197,7 @@ class HuggingFaceSource(RowSource):
     """A data set that the `datasets` library loads."""
 
     kind: Literal["huggingface"]
-    path: HomeText = Field(min_length=1)
+    path: TextPath = Field(min_length=1)
     """A name on the hub, a folder or file of data, or a folder written by `save_to_disk` (here or
     at an address such as `s3://bucket/folder`)."""
     name: str | None = None

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from stepwell.datapool.config import HomeText, Section
+from stepwell.datapool.config import Section, TextPath
 from stepwell.trainer.config.harness_presets import PRESETS
 
 HARNESS: Final = "harness"
@@ -149,7 +149,7 @@ class HarnessConfig(Section):
     """Its environment, besides PATH, HOME, TMPDIR, LANG and TERM. Nothing else is passed on."""
     files: dict[str, str] = Field(default_factory=dict)
     """Files written into its home before it starts, by path there."""
-    workdir: HomeText | None = None
+    workdir: TextPath | None = None
     """Folder that each rollout gets a fresh copy of to work in; null: an empty one. May have
     placeholders: `templates/{task.metadata.repo}`."""
     model: str = Field(default="policy", min_length=1)

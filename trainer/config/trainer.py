@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stepwell.datapool.config import HomeText, Section
+from stepwell.datapool.config import Section, TextPath
 
 SLIME_FORM = ".slime.pt"
 """Ending of `save_debug_rollout_data`: files are of slime's form."""
@@ -41,10 +41,10 @@ class TrainerConfig(Section):
     debug_rollout_only: bool = False
     """Generate, score and record batches, and train on none: the weights stay as they are, there is
     no evaluation and no checkpoint, and groups are acked once they are recorded."""
-    save_debug_rollout_data: HomeText | None = None
+    save_debug_rollout_data: TextPath | None = None
     """Record every batch: a folder, or a file name with {rollout_id} in it; one that ends in
     .slime.pt holds slime's samples (`{rollout_id, samples}`), by the number of the batch."""
-    load_debug_rollout_data: HomeText | None = None
+    load_debug_rollout_data: TextPath | None = None
     """Train on a recording, without engine, gateway or pool; losses as in the recorded run. slime's
     debug files are recordings, too: DIR/{rollout_id}.pt."""
     sample_groups: int = Field(default=1, ge=0)

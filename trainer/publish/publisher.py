@@ -2,7 +2,8 @@
 and trains on from what a roll-back served instead.
 
     due ──► write, in the compute thread ──► publish, beside training ──► every engine serves v+1
-     │ an evaluation has pinned the version of now, or one is on trial
+     │ an evaluation has pinned the version of now, one is on trial, or no checkpoint knows of the
+     │ roll-back that training goes on from
      └──► overdue: published, with the weights of then, as soon as that has ended
 
     v+1 on the engines ──on trial──► stays: the next one may be published
@@ -36,7 +37,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,9 @@ class Publisher:
         self._failure: Exception | None = None
         """Error of a trial, raised to whoever publishes or waits next."""
         self._overdue = False
+        self._unsaved: int | None = None
+        """Version of a roll-back that training goes on from and no checkpoint knows: published over
+        it, it would be lost with a crash, and what it took back would be served again."""
         self._pins = 0
         self._unpinned = asyncio.Event()
         self._unpinned.set()
@@ -165,11 +169,13 @@ class Publisher:
                     task.cancel()
                     await asyncio.wait({task})
 
-    async def resume(self, *, new: bool) -> None:
+    async def resume(self, *, new: bool, save: Callable[[], Awaitable[None]]) -> None:
         """See to it that engines serve the weights that are trained.
 
         Args:
             new: the backend has the weights of the start, not a checkpoint's.
+            save: writes a checkpoint. Awaited where the weights of a roll-back were loaded over
+                those of the one before, from which the next process would go on.
         """
         progress, backend = self._progress, self._updater.backend
         refused = NO_LOADING if backend.lacks("load_weights") else None
@@ -187,9 +193,12 @@ class Publisher:
             # A number that nobody has seen: steps of before must not pass for ours.
             newest = max([known, before, committed, *versions])
             progress.lose(newest, self._async.trigger_parameter_sync_step)
-            if current is not None and known < committed != self._store.weights_of(committed):
+            taken_back = known < committed != self._store.weights_of(committed)
+            if current is not None and taken_back:
                 await self._compute(backend.load_weights, Path(current.path))
                 progress.published[progress.version] = progress.updates
+        if taken_back:
+            await save()
         await self.publish()
 
     async def adopt(self) -> bool:
@@ -207,7 +216,7 @@ class Publisher:
                 await self._compute(self._updater.backend.load_weights, Path(current.path))
             sync = self._async.trigger_parameter_sync_step
             self._progress.roll_back(current.version, of, sync)
-            self._canary, self._overdue = None, False
+            self._canary, self._overdue, self._unsaved = None, False, current.version
             self._rolled_back += 1
         self._notify_user(
             f"version {current.version} was served by a roll-back; training goes on from it, with "
@@ -215,11 +224,22 @@ class Publisher:
         )
         return True
 
+    async def saved(self, version: int) -> None:
+        """A checkpoint of training at this version is durable."""
+        if self._unsaved is not None and self._unsaved <= version:
+            self._unsaved = None
+            await self._publish_overdue()
+
     @property
     def is_superseded(self) -> bool:
         """The engines were given a version that training does not have."""
         current = self._store.current()
         return current is not None and current.version not in self._progress.published
+
+    @property
+    def is_publishing(self) -> bool:
+        """Engines are given a version now."""
+        return self._publication is not None and not self._publication.done()
 
     async def after_step(self, *, is_last: bool = True) -> None:
         """An optimizer step was taken: engines get the weights if they are due, and their memory
@@ -241,10 +261,10 @@ class Publisher:
         somebody needs engines that generate, or the store's lock, which the lend holds."""
         if not self.memory.lends or not self.memory.is_lent:
             return False
-        if self._guard or self._async.has_windows or self._pins:
+        if self._guard or self._async.has_windows or self._pins or self._unsaved is not None:
             return False
         async with self._lock:
-            if self._publication is not None and not self._publication.done():
+            if self.is_publishing:
                 return False
             if self.is_superseded:
                 return False
@@ -276,6 +296,9 @@ class Publisher:
         generation waits for them. What fails then is raised by the next `publish` or
         `wait_published`.
         """
+        if self._unsaved is not None:
+            self._overdue = True
+            return
         windows = self._async.has_windows
         if windows:
             await self._unpinned.wait()

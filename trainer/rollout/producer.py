@@ -41,7 +41,7 @@ from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import Idle
 from stepwell.trainer.plain import plain
-from stepwell.trainer.reclaim import PRODUCER_GONE, live_groups, reclaim
+from stepwell.trainer.reclaim import ISSUED, PRODUCER_GONE, live_groups, reclaim
 from stepwell.trainer.rollout.worker import CLOSED, COMPLETE, INFRASTRUCTURE, WorkerHandle
 from stepwell.trainer.sampling import SURPLUS, Pace
 from stepwell.trainer.scoring import MEANINGS
@@ -387,7 +387,8 @@ class Producer(GroupProducer):
             n,
             deadline_s=self._config.group_deadline_s,
             min_rollouts=min(min_n, n),
-            metadata={"task": plain(about)} | ({GREEDY: True} if self._greedy_in(channel) else {}),
+            metadata={"task": plain(about), ISSUED: True}
+            | ({GREEDY: True} if self._greedy_in(channel) else {}),
             channel=channel,
         )
 

@@ -31,10 +31,10 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from stepwell.datapool.dotted import resolve
-from stepwell.datapool.types import MAX_INT, MAX_REWARD, is_reward
+from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
 from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError, shown
-from stepwell.trainer.plain import plain_text
+from stepwell.trainer.plain import plain, plain_text
 from stepwell.trainer.tools.base import FunctionTool, Tool
 from stepwell.trainer.tools.verl import VerlTool
 
@@ -370,16 +370,10 @@ def _result(name: str, result: Any) -> CallResult:
     whole = result if isinstance(result, tuple) else (result,)
     response, reward, metrics, *_ = (*whole, None, None)
     text = response if isinstance(response, str) else json.dumps(response, default=str)
-    measured = json.dumps(dict(metrics or {}), default=_plain, ensure_ascii=False)
-    # As they can be sent: half a character, NaN and integers of more than 64 bits cannot.
-    sent: dict[str, Any] = json.loads(
-        measured.encode(errors="replace"), parse_int=_sent, parse_constant=lambda _: None
-    )
+    measured = json.dumps(dict(metrics or {}), default=_number_or_text)
+    # JSON has no NaN.
+    sent: dict[str, Any] = plain(json.loads(measured, parse_constant=lambda _: None))
     return CallResult(name, text, None if reward is None else _reward(reward), sent)
-
-
-def _sent(digits: str) -> int | str:
-    return number if -MAX_INT <= (number := int(digits)) < MAX_INT else digits
 
 
 def _reward(given: Any) -> float:
@@ -393,7 +387,7 @@ def _reward(given: Any) -> float:
     return reward
 
 
-def _plain(value: Any) -> Any:
+def _number_or_text(value: Any) -> Any:
     """A number of NumPy's or torch's as a number, an array as a list, anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
