@@ -611,13 +611,14 @@ async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:
         },
         thinking={"type": "enabled", "budget_tokens": 31999},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        output_config={"effort": "medium"},
+        output_config={"effort": "medium", "format": None},
         metadata={"user_id": "u"},
         service_tier="auto",
         betas=["a"],
         mcp_servers=[],
         container=None,
         diagnostics={"previous_message_id": None},
+        tool_choice={"type": "auto", "name": None, "disable_parallel_tool_use": None},
         tools=[{**CALC, "strict": True, "eager_input_streaming": True, "defer_loading": True}],
     )
     assert status == 200, reply

@@ -614,7 +614,23 @@ async def test_fields_that_say_nothing_about_the_completion_are_ignored(world: A
         modalities=["text"],
         response_format={"type": "text"},
         parallel_tool_calls=True,
+        extra_body={"stream_options": {"include_usage": None}},
     )
+    assert len(world.stored()) == 1
+
+
+@pytest.mark.parametrize("levels", [240, 400, 700, 100_000])
+async def test_arguments_that_nest_deeply_are_shown_whatever_they_are(
+    levels: int, world: Any
+) -> None:
+    """Of some levels Python could read, and not compare, the objects."""
+    client = await world.client()
+    arguments = '{"a":' * levels + "1" + "}" * levels
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    history: list[Any] = [user("hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "c", "content": "1"})
+    world.engine.context_length = 10**6
+    await client.chat.completions.create(model="m", messages=history)
     assert len(world.stored()) == 1
 
 
