@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -234,12 +233,6 @@ class Request:
     """Cache row while running, else -1."""
     announced: int = -1
     """Output length at the last announcement; -1 before the first."""
-    generator: torch.Generator | None = None
-
-    def __post_init__(self) -> None:
-        if self.params.sampling_seed is not None:
-            self.generator = torch.Generator()
-            self.generator.manual_seed(self.params.sampling_seed & (2**63 - 1))
 
     @property
     def finished(self) -> bool:

@@ -59,6 +59,16 @@ async def test_the_same_seed_samples_the_same_tokens(client: EngineClient) -> No
     assert one["output_ids"] == two["output_ids"] != other["output_ids"]
 
 
+async def test_a_seeded_response_that_goes_on_draws_what_it_would_have_drawn(
+    client: EngineClient,
+) -> None:
+    """It repeated the draws of its beginning."""
+    params = {"max_new_tokens": 20, "ignore_eos": True, "sampling_seed": 11}
+    whole = (await client.generate(PROMPT, params))["output_ids"]
+    rest = await client.generate([*PROMPT, *whole[:7]], {**params, "max_new_tokens": 13})
+    assert whole[7:] == rest["output_ids"]
+
+
 async def test_an_update_after_an_unpaused_drain_says_success(
     client: EngineClient, model_dirs: Any
 ) -> None:
