@@ -73,7 +73,7 @@ def test_adapters_replace_each_other_and_leave_no_trace(model_dirs: Any, tmp_pat
     assert torch.equal(own, before)
 
 
-@pytest.mark.parametrize("broken", ["absent", "module", "rank", "nan"])
+@pytest.mark.parametrize("broken", ["absent", "module", "rank", "ranks", "nan"])
 def test_an_adapter_that_does_not_fit_changes_nothing(
     broken: str, model_dirs: Any, tmp_path: Path
 ) -> None:
@@ -90,6 +90,8 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
             tensors = {k.replace("o_proj", "no_proj"): t for k, t in tensors.items()}
         if broken == "rank":
             tensors = {k: t[:-1] if "lora_B" in k else t for k, t in tensors.items()}
+        if broken == "ranks":
+            tensors = {k: t[:-1] if "lora_A" in k else t for k, t in tensors.items()}
         if broken == "nan":
             tensors = {k: t * float("nan") for k, t in tensors.items()}
         save_file({k: t.contiguous() for k, t in tensors.items()}, file)
@@ -149,6 +151,16 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
             assert await agrees(merged[1])
     finally:
         supervisor.stop()
+
+
+@pytest.mark.parametrize("config", ["[]", "{}", '{"r": 0, "lora_alpha": 8}', '{"r": null}', "\0"])
+async def test_an_adapter_with_a_damaged_configuration_is_refused(
+    config: str, client: EngineClient, model_dirs: Any, tmp_path: Path
+) -> None:
+    save_adapter(model_dirs.base, tmp_path / "v1", 1)
+    (tmp_path / "v1" / "adapter_config.json").write_text(config)
+    with pytest.raises(EngineRequestError, match="Failed to load LoRA adapter"):
+        await client.load_lora_adapter(ADAPTER_NAME, str(tmp_path / "v1"))
 
 
 async def test_an_engine_that_refuses_the_first_adapter_generates_on_without_one(
