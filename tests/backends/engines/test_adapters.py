@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -10,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.embedded.adapters import Adapters, WeightLoadError
 from stepwell.backends.engines.supervisor import Supervisor
@@ -151,6 +154,38 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
             assert await agrees(merged[1])
     finally:
         supervisor.stop()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_comes_between_two_adapters_waits_for_the_next_one(
+    stream: bool, client: EngineClient, model_dirs: Any, tmp_path: Path
+) -> None:
+    for version in (1, 2):
+        save_adapter(model_dirs.base, tmp_path / f"v{version}", version)
+    outputs: list[Output] = []
+
+    def call() -> asyncio.Task[None]:
+        prompt = np.asarray(PROMPT, np.int32)
+        request = GenerateRequest("one", prompt, Sampling(2, 1.0), 2, stream, ADAPTER_NAME)
+        return asyncio.create_task(client.sample(request, outputs.append))
+
+    async def waits() -> bool:
+        return bool((await client.loads())["loads"][0]["num_waiting_reqs"])
+
+    await client.load_lora_adapter(ADAPTER_NAME, str(tmp_path / "v1"))
+    await client.pause("abort")
+    await client.unload_lora_adapter(ADAPTER_NAME)
+    asked = call()
+    await until(waits)
+    await client.load_lora_adapter(ADAPTER_NAME, str(tmp_path / "v2"))
+    await client.update_weight_version(2)
+    await client.continue_()
+    await asked
+    assert (outputs[-1].finish, outputs[-1].version) in [("length", 2), ("stop", 2)]
+    await client.unload_lora_adapter(ADAPTER_NAME)
+    with pytest.raises(EngineRequestError, match="'policy', which is not loaded") as e:
+        await call()
+    assert e.value.status == 400
 
 
 @pytest.mark.parametrize("config", ["[]", "{}", '{"r": 0, "lora_alpha": 8}', '{"r": null}', "\0"])
