@@ -372,6 +372,7 @@ class Calls:
             raw=request.is_completion,
             counts=request.n_logprobs is not None,
             first_call=request.first_call,
+            constraint=request.constraint,
         )
 
     # -- the way of one call -----------------------------------------------------------------

@@ -538,6 +538,25 @@ async def test_sampling_parameters_reach_the_engine(wire: Wire) -> None:
         assert sent["max_new_tokens"] == room - 1
 
 
+@pytest.mark.parametrize("choice", ["auto", "any", "none"])
+@pytest.mark.parametrize("field", ["output_config.format", "output_format"])
+async def test_a_format_beside_tools_is_left_aside_and_told(
+    field: str, choice: str, wire: Wire
+) -> None:
+    """The reply could not call a tool."""
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    asked = (
+        {"output_format": form} if field == "output_format" else {"output_config": {"format": form}}
+    )
+    status, _, headers = await wire.post(tools=[CALC], tool_choice={"type": choice}, **asked)
+    assert status == 200
+    is_sent = "json_schema" in wire.world.engine.requests[-1]["sampling_params"]
+    told = headers.get("x-stepwell-ignored")
+    assert (is_sent, told) == (
+        (True, None) if choice == "none" else (False, f"{field} (beside tools)")
+    )
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_message_has_the_shape_of_the_api(wire: Wire, stream: bool) -> None:
     wire.world.say("naïve 東京 🦊")

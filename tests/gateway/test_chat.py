@@ -1017,6 +1017,40 @@ async def test_hints_and_a_format_beside_tools_are_left_aside_and_told(world: An
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "text", "content", "thought"),
+    [
+        ({"response_format": {"type": "json_object"}}, '\n{"x": 1}', '\n{"x": 1}', ""),
+        (
+            {"response_format": {"type": "json_object"}},
+            'hm\n</think>\n\n{"x": 1}',
+            '{"x": 1}',
+            "hm\n",
+        ),
+        ({"regex": "yes|no"}, "yes", "yes", ""),
+        ({"regex": ".*</think>(yes|no)"}, "hm</think>yes", "yes", "hm"),
+    ],
+)
+async def test_a_grammar_without_thoughts_ends_the_one_that_the_prompt_opens(
+    worlds: Any, stream: bool, asked: dict[str, Any], text: str, content: str, thought: str
+) -> None:
+    """All of it was `reasoning_content`. A vLLM with a reasoning parser begins behind a thought."""
+    world: World = await worlds("thinker")
+    world.say(text)
+    body = {"model": "m", "messages": [user("hi")], "stream": stream, **asked}
+    url = f"{world.base_url()}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+        assert answer.status == 200
+        if stream:
+            chunks = [json.loads(line[6:]) async for line in answer.content if b"delta" in line]
+            said = [chunk["choices"][0]["delta"] for chunk in chunks]
+        else:
+            said = [(await answer.json())["choices"][0]["message"]]
+    assert "".join(part.get("content") or "" for part in said) == content
+    assert "".join(part.get("reasoning_content") or "" for part in said) == thought
+
+
 async def test_reasoning_effort_turns_the_templates_switch(worlds: Any) -> None:
     world: World = await worlds("thinker")
     client = await world.client()
