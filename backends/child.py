@@ -207,8 +207,9 @@ def descendants() -> dict[int, list[str]]:
     stats: dict[int, list[str]] = {}
     for pid in candidates():
         try:
-            with open(f"/proc/{pid}/stat") as file:
-                stats[pid] = file.read().rpartition(")")[2].split()
+            # The name may be cut in the middle of a character, or be any bytes.
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                stats[pid] = file.read().rpartition(b")")[2].decode().split()
         except OSError:
             continue
     below: set[int] = set()

@@ -108,8 +108,10 @@ class EngineConfig(Section):
     each, `disk` is used. `ipc`: engines on rank 0's machine take them from memory that they share;
     needs the same torch in both interpreters, else `nccl` is used. `lora`: only the adapter, which
     needs `backend.lora`, or a backend that trains adapters; SGLang is launched for it
-    (`--enable-lora --max-lora-rank R --lora-target-modules …`). Every version is also written to
-    disk: a crashed engine restarts from there, and all engines read it if a broadcast fails."""
+    (`--enable-lora --max-lora-rank R --lora-target-modules …`); a publication cuts what runs, and
+    the gateway resumes it, whatever `async_training.partial_rollout` is. Every version is also
+    written to disk: a crashed engine restarts from there, and all engines read it if a broadcast
+    fails."""
     weight_bucket_mb: int = Field(default=512, ge=1)
     """Weights that `nccl` and `ipc` send at once, in MB: each process holds one such buffer. A
     larger tensor goes alone."""

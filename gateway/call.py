@@ -315,7 +315,7 @@ class Calls:
             max_new_tokens=min(request.max_tokens or limit, limit),
             temperature=1.0 if temperature is None else temperature,
             top_p=1.0 if top_p is None else top_p,
-            top_k=-1 if top_k is None else top_k,
+            top_k=top_k or -1,  # 0 is no limit to vLLM and its clients, and SGLang refuses it
             min_p=request.min_p or 0.0,
             stop=stop,
             stop_token_ids=request.stop_token_ids,
@@ -372,6 +372,7 @@ class Calls:
             raw=request.is_completion,
             counts=request.n_logprobs is not None,
             first_call=request.first_call,
+            constraint=request.constraint,
         )
 
     # -- the way of one call -----------------------------------------------------------------

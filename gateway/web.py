@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.tokens.messages import MOST_LEVELS, is_deep
 from stepwell.gateway.trajectory.calls import RetryKey
 
 
@@ -56,17 +57,16 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError(
             f"the request's body is a JSON {type(value).__name__}; send an object", None
         )
-    if (len(body) > _SHORT or body.count(b"{") + body.count(b"[") > _DEEP) and (
-        _has_many_levels(body) and _is_too_deep(value)
+    if (len(body) > _SHORT or body.count(b"{") + body.count(b"[") > MOST_LEVELS) and (
+        _has_many_levels(body) and is_deep(value)
     ):
         raise RequestError(
-            f"the request's body is nested more than {_DEEP} levels deep; send a flatter one", None
+            f"the request's body is nested more than {MOST_LEVELS} levels deep; send a flatter one",
+            None,
         )
     return value
 
 
-_DEEP = 250
-"""Deeper objects can be read, but neither rendered nor written again."""
 _SHORT = 65_536
 """Bytes of a body whose containers are counted at once."""
 
@@ -79,20 +79,10 @@ def _has_many_levels(body: bytes) -> bool:
         at = body.find(sign)
         while at >= 0:
             n += 1
-            if n > _DEEP:
+            if n > MOST_LEVELS:
                 return True
             at = body.find(sign, at + 1)
     return False
-
-
-def _is_too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEEP):
-        members = (m for c in level for m in (c.values() if type(c) is dict else c))
-        level = [m for m in members if type(m) in (dict, list)]
-        if not level:
-            return False
-    return True
 
 
 def body_digest(body: bytes) -> str:

@@ -15,6 +15,7 @@ Does not own the connections (`connections.py`), or retries.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -110,6 +111,16 @@ class GenerateRequest(NamedTuple):
     """Ids that the model may not sample: those of its vision tokens."""
     known_version: int | None = None
     """Weight version that the engine was last seen to have; None: not known."""
+
+    @property
+    def drawing_seed(self) -> int | None:
+        """Seed for an engine that draws one number after another: of a response that goes on it is
+        another one, or the numbers of its beginning would be drawn again."""
+        seed, n = self.sampling.seed, self.sampling.max_new_tokens - self.max_new_tokens
+        if seed is None or not n:
+            return seed
+        digest = hashlib.blake2b(f"{seed} {n}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, signed=True)
 
 
 class Output(NamedTuple):

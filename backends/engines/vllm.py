@@ -418,8 +418,8 @@ def _params(request: GenerateRequest) -> dict[str, Any]:
         params["skip_special_tokens"] = False  # they are looked for in the whole text
     if sampling.stop_token_ids:
         params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.seed is not None:
-        params["seed"] = sampling.seed
+    if (seed := request.drawing_seed) is not None:
+        params["seed"] = seed
     if sampling.min_p:
         params["min_p"] = sampling.min_p
     if sampling.constraint is not None:

@@ -42,6 +42,7 @@ from stepwell.backends.errors import (
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES
 from stepwell.backends.rows import TokenRow, build_rows, select
 from stepwell.backends.torch.optimizer import Updates
+from stepwell.backends.weights.store import OWN_FILES
 from stepwell.datapool.config import Section
 from stepwell.datapool.types import Step
 
@@ -239,7 +240,8 @@ class TinkerBackend(TrainingBackend):
         shutil.rmtree(fetched)
         for file in self._model_path.iterdir():
             is_weight = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
-            if file.is_file() and not is_weight and not (target / file.name).exists():
+            is_own = file.name in OWN_FILES or (target / file.name).exists()
+            if file.is_file() and not is_weight and not is_own:
                 shutil.copyfile(file, target / file.name)
         (target / STATE).write_text(json.dumps({"state": state}))
 

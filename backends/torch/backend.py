@@ -76,6 +76,7 @@ from stepwell.backends.torch.tree import is_enabled, to_device
 from stepwell.backends.torch.vision import BatchPictures, Tower, freeze_tower
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.backends.weights.sender import Sender
+from stepwell.backends.weights.store import OWN_FILES
 from stepwell.datapool.types import Step
 
 
@@ -385,12 +386,15 @@ class TorchBackend(TrainingBackend):
         config = json.loads((target / "config.json").read_text())
         config["dtype"] = self._config.dtype
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        # Which may be a version of another run.
+        others = {"config.json", lora.BESIDE_MERGED, *OWN_FILES}
         for file in self._model_path.iterdir():
             is_weight = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
-            if file.is_file() and not is_weight and file.name != "config.json":
+            if file.is_file() and not is_weight and file.name not in others:
                 shutil.copyfile(file, target / file.name)
         if adapters is not None:
-            lora.save_tensors(target / lora.BESIDE_MERGED, adapters)
+            start = self._started_from["model"]
+            lora.save_tensors(target / lora.BESIDE_MERGED, adapters, start)
 
     def save_adapters(self, path: str | Path) -> None:
         """Write the adapters alone, as a directory that peft loads.
@@ -417,7 +421,7 @@ class TorchBackend(TrainingBackend):
         try:
             if self._config.lora is not None:
                 own = lora.adapter_weights(self._masters.named())
-                weights = lora.load_adapters(folder, own)
+                weights = lora.load_adapters(folder, own, self._started_from["model"])
             else:
                 known = self._model.state_dict().keys()
                 weights = {module_name(name, known): t for name, t in read_tensors(folder)}

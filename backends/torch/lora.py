@@ -18,17 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stepwell.backends.config import LoraConfig
 from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.model_folder import fingerprint
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
 FILE = "adapter_model.safetensors"
 BESIDE_MERGED = "adapters"
 """File of the adapters beside merged weights, which do not tell them; no engine reads it."""
+_START = "start"
+"""Key of the file's metadata."""
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
@@ -157,20 +161,33 @@ def save_adapters(model: Any, path: Path, base_model: str, weights: Mapping[str,
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2, default=list) + "\n")
 
 
-def save_tensors(file: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write `weights`, whole tensors as of `adapter_weights`, under peft's names."""
+def save_tensors(file: Path, weights: Mapping[str, Tensor], start: str | None = None) -> None:
+    """Write `weights`, whole tensors as of `adapter_weights`, under peft's names.
+
+    Args:
+        start: fingerprint of the weights that they are trained on, where they lie beside merged
+            ones.
+    """
     named = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in weights.items()}
-    save_file(named, file, metadata={"format": "pt"})
+    save_file(named, file, metadata={"format": "pt", **({} if start is None else {_START: start})})
 
 
-def load_adapters(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters in `folder`, by the names of `weights`; of a model without any, those of the
-    start, that add nothing (B = 0).
+def load_adapters(folder: Path, weights: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
+    """The adapters in `folder`, by the names of `weights`; of the model that the run began with,
+    those of the start, that add nothing (B = 0). That may be a version of another run, which has
+    adapters beside it: they are in its weights already.
+
+    Args:
+        start: as of `save_tensors`, of this run.
 
     Raises:
-        RuntimeError: they are of other modules, or shapes.
+        RuntimeError: they are of other modules, or shapes, or on other weights.
     """
     files = [file for name in (FILE, BESIDE_MERGED) if (file := folder / name).is_file()]
+    if files and _start_of(files[0]) not in (None, start):
+        if fingerprint(folder) != start:
+            raise RuntimeError("its adapters are on other weights than the run began with")
+        files = []
     if not files:
         return {name: torch.zeros(w.shape) for name, w in weights.items() if ".lora_B." in name}
     found = load_file(files[0])
@@ -178,6 +195,12 @@ def load_adapters(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tens
     if found.keys() != named.keys():
         raise RuntimeError("its adapters are not on the modules that backend.lora names")
     return {named[name]: tensor for name, tensor in found.items()}
+
+
+def _start_of(file: Path) -> str | None:
+    with safe_open(file, framework="pt") as tensors:
+        start: str | None = (tensors.metadata() or {}).get(_START)
+    return start
 
 
 def _peft_name(name: str) -> str:

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 CURRENT = "current.json"
 LOCK = ".lock"
 ORIGIN = "origin.json"
+OWN_FILES = frozenset((CHECKSUMS, ORIGIN))
+"""Files of a version's folder that are the store's, and no model's."""
 REFUSED = "refused.json"
 LOCK_RETRY_S = 0.005
 LATEST = 10
@@ -201,7 +203,7 @@ class WeightStore:
         def save(folder: Path) -> None:
             folder.mkdir()
             for file in source.iterdir():
-                if file.is_file() and file.name not in (CHECKSUMS, ORIGIN):
+                if file.is_file() and file.name not in OWN_FILES:
                     _link(file, folder / file.name)
             (folder / ORIGIN).write_bytes(sealed_json({"weights_of": self.weights_of(of)}))
 

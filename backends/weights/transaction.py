@@ -27,6 +27,10 @@ does a canary's next process, and one that could not be verified. A publication 
 With `mode="drain"` there is no pause: each replica finishes its running requests on the old weights
 and starts the next on the new, so replicas may differ for a moment; every token says its version.
 
+An adapter takes the place of the one before by three requests, between which there is none: SGLang
+refuses calls then, and does not unload one that a held request uses. So `mode` is `abort` for it:
+what runs ends with what it has, what comes waits, and the gateway goes on with both.
+
 Two who publish at once (a trainer, `stepwell rollback`) meet at the lock: each names the committed
 version that it has seen, and who comes second commits nothing (`SupersededError`).
 
@@ -47,7 +51,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from stepwell.backends.config import PublishMode
+from stepwell.backends.config import PauseMode, PublishMode
 from stepwell.backends.engines.api import Engine
 from stepwell.backends.errors import (
     EngineError,
@@ -204,6 +208,7 @@ class _Transaction:
     ) -> None:
         # Who lent memory was paused for it, and goes on however this ends.
         self.replicas = [_Replica(engine, paused=complete is not None) for engine in engines]
+        mode = "abort" if transport.adapter else mode
         self.update = Update(
             path, version, flush=mode != "in_place", drains=mode == "drain", canary=canary
         )
@@ -430,9 +435,10 @@ class _Transaction:
         be, and of one that is gone the machine says so."""
         replica.paused = True  # by what follows, whatever is answered: a rollback continues it
         until = time.monotonic() + FENCE_TIMEOUT_S
+        mode: PauseMode = "abort" if self.transport.adapter else "retract"
         while time.monotonic() < until:
             try:
-                await replica.engine.pause("retract", timeout_s=_PAUSE_TIMEOUT_S)
+                await replica.engine.pause(mode, timeout_s=_PAUSE_TIMEOUT_S)
             except EngineUnavailableError as e:
                 if e.refused:
                     replica.fenced, replica.gone = f"is gone ({error})", True

@@ -152,9 +152,15 @@ class MessagesParams(Params):
             sent.append("thinking.budget_tokens")
         return sent
 
+    @property
+    def format_field(self) -> str:
+        return "output_config.format" if self.output_config.format else "output_format"
+
     def constraint(self) -> tuple[str, str] | None:
         form = self.output_config.format or self.output_format
-        return None if form is None else json_constraint(form.type, form.json_schema, "format")
+        if form is None:
+            return None
+        return json_constraint(form.type, form.json_schema, self.format_field)
 
 
 class CountParams(MessagesParams):
@@ -205,6 +211,13 @@ class AnthropicMessages(Dialect):
                 "send one of them",
                 "tool_choice",
             )
+        # With "none" the tools stay in the prompt, so that it goes on from the turns before.
+        parse_tools = bool(tools) and choice.type != "none"
+        constraint = params.constraint()
+        if constraint is not None and parse_tools:
+            # Constrained from its first token on, the reply could not call a tool.
+            ignored.append(f"{params.format_field} (beside tools)")
+            constraint = None
         thinking: Thinking = "hidden"
         if params.thinking is not None and params.thinking.type != "disabled":
             thinking = "omitted" if params.thinking.display == "omitted" else "shown"
@@ -219,14 +232,13 @@ class AnthropicMessages(Dialect):
             top_p=params.top_p,
             top_k=params.top_k or None,
             stop=params.stop_sequences,
-            constraint=params.constraint(),
-            constraint_field="output_config.format",
+            constraint=constraint,
+            constraint_field=params.format_field,
             forced_tool=forced_tool,
             prefill=prefill,
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             stream=params.stream,
-            # With "none" the tools stay in the prompt, so that it goes on from the turns before.
-            parse_tools=bool(tools) and choice.type != "none",
+            parse_tools=parse_tools,
         )
         options = Options(thinking, prefill, params.context_management is not None)
         return Parsed(

@@ -79,16 +79,14 @@ Whole = BeforeValidator(_whole)
 
 
 class Fields(Params):
-    """Fields of Google's API. Null asks for nothing at any depth."""
+    """Fields of Google's API, in either form of their names."""
 
     model_config = ConfigDict(alias_generator=to_camel)
 
     @model_validator(mode="before")
     @classmethod
     def in_camel_case(cls, sent: Any) -> Any:
-        if not isinstance(sent, dict):
-            return sent
-        return {name: value for name, value in camel(sent).items() if value is not None}
+        return camel(sent) if isinstance(sent, dict) else sent
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:

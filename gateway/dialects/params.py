@@ -72,15 +72,28 @@ MAX_METADATA = 1024
 Metadata: TypeAlias = Annotated[dict[str, str], BeforeValidator(_few)]
 
 
+def _without_nulls(sent: Any) -> Any:
+    """An object without the fields that are null."""
+    if isinstance(sent, dict) and None in sent.values():
+        return {name: value for name, value in sent.items() if value is not None}
+    return sent
+
+
 class Part(BaseModel):
-    """An object within a body. Of keys that are not its own nothing is known, or asked."""
+    """An object within a body. Null asks for nothing; of keys that are not its own nothing is
+    known, or asked."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, sent: Any) -> Any:
+        return _without_nulls(sent)
+
 
 class Params(BaseModel):
-    """The fields of a body. Null asks for nothing; an unknown field is refused. Defaults are
-    immutable: pydantic copies others for each body."""
+    """The fields of a body, or of an object in it. Null asks for nothing; an unknown field is
+    refused. Defaults are immutable: pydantic copies others for each body."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -91,8 +104,9 @@ class Params(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def with_first_unknown(cls, sent: Any) -> Any:
-        """Drop all but the first of the sent keys that are no fields: one is refused by name, and
-        pydantic would make an error of each."""
+        """Drop nulls, and all but the first of the sent keys that are no fields: one is refused by
+        name, and pydantic would make an error of each."""
+        sent = _without_nulls(sent)
         fields = cls.model_fields
         takes_all = cls.model_config.get("extra") == "allow"
         if not isinstance(sent, dict) or len(sent) <= len(fields) or takes_all:
@@ -109,7 +123,7 @@ class Params(BaseModel):
             RequestError: names the first field that is wrong.
         """
         skipped = cls.ignored
-        asked = {k: v for k, v in body.items() if v is not None and k not in skipped}
+        asked = {k: v for k, v in body.items() if k not in skipped}
         try:
             return cls.model_validate(asked)
         except ValidationError as e:

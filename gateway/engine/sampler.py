@@ -8,9 +8,11 @@ One call, as the caller sees it, may be several requests::
                     │                                         max_new_tokens − so far) ──► …
                     └─► the engine is lost ──► the same on another engine
 
-Ids, log-probs and version spans of the requests are joined; nothing is sampled twice. What a lost
-engine had streamed is kept if its version is certain, else the call fails, because a client may
-have it already. Without a stream there is nothing to keep, and the request is made again. A call
+Ids, log-probs and version spans of the requests are joined; nothing is sampled twice. Only what a
+constraint shaped (a JSON schema, a regex) cannot go on, since an engine matches each request from
+its first token on: that call begins anew, and fails if it has streamed. What a lost engine had
+streamed is kept if its version is certain, else the call fails, because a client may have it
+already. Without a stream there is nothing to keep, and the request is made again. A call
 fails over `engine_retries` times in all, with back-off where there is no other engine. Cancelling
 the call aborts it in the engine.
 
@@ -227,6 +229,7 @@ class Sampler:
                     self.lost_at = time.monotonic()
                 failures += 1
                 if part.ids:
+                    _check_goes_on(sampling, part)
                     self._keep(part, e)
                     whole = _joined(whole, part)
                     if len(whole.ids) >= sampling.max_new_tokens:
@@ -244,10 +247,13 @@ class Sampler:
                 whole = part if whole is None else _joined(whole, part)
                 return whole.generation(part.finish)
             tried.clear()
-            whole = _joined(whole, part)
             self.resumes += 1
-            if len(whole.ids) >= sampling.max_new_tokens:
-                return whole.generation("length")
+            if on_tokens is not None:
+                _check_goes_on(sampling, part)
+            if sampling.constraint is None:
+                whole = _joined(whole, part)
+                if len(whole.ids) >= sampling.max_new_tokens:
+                    return whole.generation("length")
             empty = 0 if part.ids else empty + 1
             if empty >= _EMPTY_ABORTS:
                 raise EngineError(
@@ -357,6 +363,19 @@ class Sampler:
         except AskingError:
             # The connection was closed with the cancellation: engines abort on that as well.
             return
+
+
+def _check_goes_on(sampling: Sampling, part: Part) -> None:
+    """Check that another request can go on from what was streamed.
+
+    Raises:
+        EngineUnavailableError: it was sampled under a constraint.
+    """
+    if sampling.constraint is not None and part.ids:
+        raise EngineUnavailableError(
+            f"the engine's answer was cut after {len(part.ids)} streamed tokens, and "
+            f"{sampling.constraint[0]} cannot be matched on from there; send the request again"
+        )
 
 
 def _show(part: Part, on_tokens: OnTokens, output: Output) -> None:

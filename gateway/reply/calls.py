@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from os import urandom
 from typing import Any, Literal, TypeAlias
 
-from stepwell.gateway.tokens.messages import Tool, strict_json
+from stepwell.gateway.tokens.messages import MOST_LEVELS, Tool, is_deep, may_nest, strict_json
 
 CallStyle: TypeAlias = Literal["hermes", "qwen3_coder", "llama3_json"]
 
 _arguments = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _UNREADABLE = (ValueError, RecursionError)
 """Errors that are raised for text that is no JSON."""
+_MOST_LEVELS = MOST_LEVELS - 16
+"""Levels of a call's arguments: the answer that has it, and the body that sends it back, nest them
+in a few of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ def make_call(name: Any, arguments: Any) -> ToolCall | None:
             return None
         text = _arguments.encode(arguments)
         (name + text).encode()
+        if may_nest(text, _MOST_LEVELS) and is_deep(arguments, _MOST_LEVELS):
+            return None
     except _UNREADABLE:  # 1e999 is no JSON number, and half a surrogate pair cannot be sent on
         return None
     return ToolCall(f"call_{urandom(12).hex()}", name, text)

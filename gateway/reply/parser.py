@@ -115,12 +115,15 @@ class ReplyParser:
         tools: bool,
         reasoning: bool,
         starts_in_reasoning: bool = False,
+        is_json: bool = False,
         style: CallStyle = "hermes",
         offered: Sequence[Tool] | None = None,
         first_call: int | None = None,
     ) -> None:
         """
         Args:
+            is_json: what is visible is JSON by an engine's grammar, most of which begin at once, in
+                the thought that the prompt has opened.
             offered: the tools, for what their schemas say of arguments.
             first_call: number of the first call; None: calls have random ids.
         """
@@ -135,7 +138,7 @@ class ReplyParser:
             self._read_call = _numbered(self._read_call, first_call)
         self._state: _State = ReplyParser._start if reasoning else self._visible
         if reasoning and starts_in_reasoning:
-            self._state = ReplyParser._reasoning
+            self._state = ReplyParser._json_or_reasoning if is_json else ReplyParser._reasoning
         self._buffer = ""
         self._deltas: list[Delta] = []
         self._after_call = False
@@ -175,6 +178,13 @@ class ReplyParser:
         if not final and THINK_OPEN.startswith(body):
             return False
         self._state = self._visible
+        return True
+
+    def _json_or_reasoning(self, final: bool) -> bool:
+        body = self._buffer.lstrip()
+        if not body and not final:
+            return False
+        self._state = self._visible if body.startswith(("{", "[")) else ReplyParser._reasoning
         return True
 
     def _reasoning(self, final: bool) -> bool:

@@ -76,9 +76,11 @@ class ReplyFormat:
         style: CallStyle | None = None,
         counts: bool = False,
         first_call: int | None = None,
+        constraint: tuple[str, str] | None = None,
     ) -> ReplyText:
         """
         Args:
+            constraint: see `ChatRequest`.
             counts: see `ReplyText.told`.
             first_call: see `ReplyParser`.
             raw: the reply is plain text; nothing in it is a tool call or a thought.
@@ -89,10 +91,14 @@ class ReplyFormat:
         parser = None
         if reads_calls or reads_thoughts:
             tail = prompt_ids[-_TAIL:].tolist() if reads_thoughts else ()
+            kind, grammar = constraint or ("", THINK_CLOSE)
+            is_json = kind == "json_schema"
+            opened = self._tokenizer.decode(tail).rstrip().endswith(THINK_OPEN)
             parser = ReplyParser(
                 tools=reads_calls,
                 reasoning=reads_thoughts,
-                starts_in_reasoning=self._tokenizer.decode(tail).rstrip().endswith(THINK_OPEN),
+                starts_in_reasoning=opened and (is_json or THINK_CLOSE in grammar),
+                is_json=is_json,
                 style=style or self._style,
                 offered=tools,
                 first_call=first_call,

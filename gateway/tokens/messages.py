@@ -56,7 +56,30 @@ def parse_arguments(arguments: Any) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    if not isinstance(value, dict) or (may_nest(arguments) and is_deep(value)):
+        return arguments
+    return value
+
+
+MOST_LEVELS: Final = 250
+"""Levels of an object's containers. Deeper ones can be read, but neither rendered nor written
+again."""
+
+
+def may_nest(text: str, most: int = MOST_LEVELS) -> bool:
+    """True if the JSON `text` has as many containers as `is_deep` asks levels for."""
+    return len(text) > 2 * most and text.count("{") + text.count("[") > most
+
+
+def is_deep(value: Any, most: int = MOST_LEVELS) -> bool:
+    """True if objects and lists nest in `value` more than `most` levels deep."""
+    level = [value]
+    for _ in range(most):
+        members = (m for c in level for m in (c.values() if type(c) is dict else c))
+        level = [m for m in members if type(m) in (dict, list)]
+        if not level:
+            return False
+    return True
 
 
 MAX_VALUES = 100_000

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from stepwell.backends.processes import (
+    Bounds,
     Job,
     Limits,
     last_lines,
@@ -118,6 +119,28 @@ async def test_a_job_ends_although_what_runs_after_it_does_not(
             assert process.environ().get("MARK") != str(tmp_path)
         except psutil.Error:
             continue
+
+
+NAMED = """
+import ctypes, os, time
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+ctypes.CDLL(None).prctl(15, (8 * "ü").encode())
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are among the numbers in /proc")
+async def test_a_job_is_ended_whatever_its_processes_are_called(tmp_path: Path) -> None:
+    """A name is cut after 15 bytes; half a character ended the reaper, and not the job."""
+    log = tmp_path / "log"
+    env = {"PATH": os.environ["PATH"]}
+    argv = [sys.executable, "-c", NAMED]
+    job = Job(argv, tmp_path, env, log, timeout_s=60, bounds=Bounds(processes=1))
+    ended = await run_job(job)
+    assert (ended.how, ended.detail) == ("bound", "processes: 2 of 1")
+    assert gone(int(log.read_text()))
 
 
 LOOKS = """

@@ -21,6 +21,7 @@ from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.torch.backend import TorchBackend
 from stepwell.backends.torch.optimizer import learning_rate
+from stepwell.backends.weights import WeightStore
 from stepwell.datapool.types import Step
 from tests.backends.models import qwen3, save_model
 from tests.helpers import instances
@@ -363,6 +364,30 @@ def test_training_goes_on_from_weights_that_were_published_earlier(
     fresh = backend(model_path, lora=adapters, dtype=dtype)
     start = fresh.compute_log_probs(fresh.convert(steps_of(9)))
     assert torch.equal(start, trained.compute_log_probs(trained.convert(steps_of(9))))
+
+
+def test_a_run_may_begin_with_a_version_of_another_run(model_path: Path, tmp_path: Path) -> None:
+    """Whose adapters, merged there already, it added once more as it went back to its start; and
+    which was a roll-back, as its own versions then were."""
+    store = WeightStore(tmp_path / "first")
+    first = backend(model_path, lora={"rank": 4})
+    train(first, [0, 1])
+    store.write(1, first.save_weights)
+    began_with = store.write_again(2, of=1)
+    second = backend(began_with, lora={"rank": 4})
+    start = second.compute_log_probs(second.convert(steps_of(9)))
+    train(second, [2])
+    store = WeightStore(tmp_path / "second", base=began_with)
+    version = store.write(1, second.save_weights)
+    assert store.weights_of(1) == 1
+    own = second.compute_log_probs(second.convert(steps_of(9)))
+    for folder in (began_with, store.write_again(2, of=0)):
+        second.load_weights(folder)
+        assert torch.equal(start, second.compute_log_probs(second.convert(steps_of(9))))
+        second.load_weights(version)
+        assert torch.equal(own, second.compute_log_probs(second.convert(steps_of(9))))
+    with pytest.raises(BackendConfigError, match="on other weights than the run began with"):
+        first.load_weights(version)
 
 
 def test_adapters_that_were_published_alone_are_trained_on(

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -31,6 +31,7 @@ from stepwell.backends.errors import (
 from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights import store as store_module
 from stepwell.backends.weights import transaction as module
+from stepwell.backends.weights.transports import Disk
 from stepwell.datapool.types import CANARY
 from tests.engines import FakeEngine
 
@@ -346,6 +347,21 @@ async def test_an_unpaused_sglang_that_could_not_flush_is_paused_and_told_again(
     assert a.calls.count("load 1") == 2
     assert was_paused(a)
     assert not was_paused(b)
+
+
+class Adapters(Disk):
+    adapter = True
+
+
+@pytest.mark.parametrize("mode", get_args(PublishMode))
+async def test_an_adapter_is_exchanged_where_no_call_runs_or_begins(
+    mode: PublishMode, store: WeightStore
+) -> None:
+    """SGLang refuses calls between an adapter and the next one, and a held one keeps it loaded."""
+    replicas = three(store)
+    await put(replicas, 1, store, mode=mode, transport=Adapters())
+    for replica in replicas:
+        assert replica.calls == ["pause abort", "load 1", "continue"]
 
 
 async def test_even_an_error_that_nobody_expected_leaves_no_engine_paused(

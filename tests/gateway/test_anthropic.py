@@ -538,6 +538,25 @@ async def test_sampling_parameters_reach_the_engine(wire: Wire) -> None:
         assert sent["max_new_tokens"] == room - 1
 
 
+@pytest.mark.parametrize("choice", ["auto", "any", "none"])
+@pytest.mark.parametrize("field", ["output_config.format", "output_format"])
+async def test_a_format_beside_tools_is_left_aside_and_told(
+    field: str, choice: str, wire: Wire
+) -> None:
+    """The reply could not call a tool."""
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    asked = (
+        {"output_format": form} if field == "output_format" else {"output_config": {"format": form}}
+    )
+    status, _, headers = await wire.post(tools=[CALC], tool_choice={"type": choice}, **asked)
+    assert status == 200
+    is_sent = "json_schema" in wire.world.engine.requests[-1]["sampling_params"]
+    told = headers.get("x-stepwell-ignored")
+    assert (is_sent, told) == (
+        (True, None) if choice == "none" else (False, f"{field} (beside tools)")
+    )
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_message_has_the_shape_of_the_api(wire: Wire, stream: bool) -> None:
     wire.world.say("naïve 東京 🦊")
@@ -611,13 +630,14 @@ async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:
         },
         thinking={"type": "enabled", "budget_tokens": 31999},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        output_config={"effort": "medium"},
+        output_config={"effort": "medium", "format": None},
         metadata={"user_id": "u"},
         service_tier="auto",
         betas=["a"],
         mcp_servers=[],
         container=None,
         diagnostics={"previous_message_id": None},
+        tool_choice={"type": "auto", "name": None, "disable_parallel_tool_use": None},
         tools=[{**CALC, "strict": True, "eager_input_streaming": True, "defer_loading": True}],
     )
     assert status == 200, reply

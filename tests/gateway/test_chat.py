@@ -614,7 +614,23 @@ async def test_fields_that_say_nothing_about_the_completion_are_ignored(world: A
         modalities=["text"],
         response_format={"type": "text"},
         parallel_tool_calls=True,
+        extra_body={"stream_options": {"include_usage": None}},
     )
+    assert len(world.stored()) == 1
+
+
+@pytest.mark.parametrize("levels", [240, 400, 700, 100_000])
+async def test_arguments_that_nest_deeply_are_shown_whatever_they_are(
+    levels: int, world: Any
+) -> None:
+    """Of some levels Python could read, and not compare, the objects."""
+    client = await world.client()
+    arguments = '{"a":' * levels + "1" + "}" * levels
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    history: list[Any] = [user("hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "c", "content": "1"})
+    world.engine.context_length = 10**6
+    await client.chat.completions.create(model="m", messages=history)
     assert len(world.stored()) == 1
 
 
@@ -999,6 +1015,40 @@ async def test_hints_and_a_format_beside_tools_are_left_aside_and_told(world: An
     assert raw.headers["x-stepwell-ignored"] == (
         "prediction, verbosity, response_format (beside tools), reasoning_effort=low"
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "text", "content", "thought"),
+    [
+        ({"response_format": {"type": "json_object"}}, '\n{"x": 1}', '\n{"x": 1}', ""),
+        (
+            {"response_format": {"type": "json_object"}},
+            'hm\n</think>\n\n{"x": 1}',
+            '{"x": 1}',
+            "hm\n",
+        ),
+        ({"regex": "yes|no"}, "yes", "yes", ""),
+        ({"regex": ".*</think>(yes|no)"}, "hm</think>yes", "yes", "hm"),
+    ],
+)
+async def test_a_grammar_without_thoughts_ends_the_one_that_the_prompt_opens(
+    worlds: Any, stream: bool, asked: dict[str, Any], text: str, content: str, thought: str
+) -> None:
+    """All of it was `reasoning_content`. A vLLM with a reasoning parser begins behind a thought."""
+    world: World = await worlds("thinker")
+    world.say(text)
+    body = {"model": "m", "messages": [user("hi")], "stream": stream, **asked}
+    url = f"{world.base_url()}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+        assert answer.status == 200
+        if stream:
+            chunks = [json.loads(line[6:]) async for line in answer.content if b"delta" in line]
+            said = [chunk["choices"][0]["delta"] for chunk in chunks]
+        else:
+            said = [(await answer.json())["choices"][0]["message"]]
+    assert "".join(part.get("content") or "" for part in said) == content
+    assert "".join(part.get("reasoning_content") or "" for part in said) == thought
 
 
 async def test_reasoning_effort_turns_the_templates_switch(worlds: Any) -> None:

@@ -169,6 +169,38 @@ async def test_alternatives_come_with_the_tokens_across_a_weight_update_and_are_
         assert rig.seen_log_probs == pytest.approx([log_prob(i) for i in rig.seen])
 
 
+SCHEMA = ("json_schema", '{"type": "object"}')
+
+
+async def test_what_a_constraint_shaped_begins_anew_after_a_weight_update(rigs: Any) -> None:
+    """The engine matches the constraint from a request's first token on: what went on from half an
+    object had a whole one behind it."""
+    rig = await rigs()
+    [machine] = rig.machines
+    machine.script = [Sampled([7, 8], "abort", version="1"), Sampled([9, 10, 11], version="2")]
+    got = await rig.generate(constraint=SCHEMA)
+    check_whole(got, [9, 10, 11])
+    assert [(s.version, s.start, s.end) for s in got.spans] == [(2, 0, 3)]
+    first, second = machine.requests
+    assert first["input_ids"] == second["input_ids"] == PROMPT.tolist()
+    assert second["sampling_params"]["max_new_tokens"] == 50
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_stream_under_a_constraint_fails_where_it_cannot_go_on(
+    lost: bool, rigs: Any
+) -> None:
+    rig = await rigs()
+    await rig.checked()
+    cut = Sampled([7, 8, 9], drop_after=2) if lost else Sampled([7, 8], "abort")
+    rig.machines[0].script = [replace(cut, version="1")]
+    with pytest.raises(EngineUnavailableError, match="after 2 streamed tokens, and json_schema"):
+        await rig.generate(stream=True, constraint=SCHEMA)
+    # Nothing was shown yet: it is asked for again.
+    rig.machines[0].script = [Sampled([], "abort", version="1")]
+    check_whole(await rig.generate(stream=True, constraint=SCHEMA), rig.seen)
+
+
 async def test_without_being_asked_for_there_are_no_alternatives(rigs: Any) -> None:
     rig = await rigs()
     got = await rig.generate(stream=True)

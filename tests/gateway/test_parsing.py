@@ -135,6 +135,8 @@ def test_thoughts_content_and_calls_are_told_apart() -> None:
         '{"name": "f", "arguments": {"x": 1e999}}',
         '{"name": "f", "arguments": {"x": "\\ud800"}}',
         "[" * 100_000,
+        '{"name": "f", "arguments": ' + '{"a":' * 240 + "1" + "}" * 241,
+        '{"name": "f", "arguments": {"a": ' + "[" * 700 + "]" * 700 + "}}",
     ],
 )
 def test_what_is_no_call_stays_content(body: str) -> None:

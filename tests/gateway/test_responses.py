@@ -188,6 +188,9 @@ async def test_top_k_reaches_the_engine_and_the_step(http: Http) -> None:
     await http.create("hi", top_k=7)
     assert http.world.engine.requests[-1]["sampling_params"]["top_k"] == 7
     assert http.world.stored("t1")[-1].metadata["sampling_params"]["top_k"] == 7
+    await http.create("hi", top_k=0)  # no limit, as vLLM's clients say it
+    assert http.world.engine.requests[-1]["sampling_params"]["top_k"] == -1
+    assert http.world.stored("t1")[-1].metadata["sampling_params"]["top_k"] == -1
 
 
 async def test_a_stream_says_what_the_answer_says(worlds: Any) -> None:
@@ -659,6 +662,20 @@ async def test_an_action_of_a_computer_may_have_a_number_of_any_size(
     assert got["output"][0]["action"] == {"type": "scroll", "x": pytest.approx(number)}
 
 
+async def test_a_call_that_nests_deeper_than_an_answer_can_is_text(http: Http) -> None:
+    deep = "[" * 260 + "]" * 260
+    said = f'<tool_call>{{"name": "computer", "arguments": {{"x": {deep}}}}}</tool_call>'
+    http.world.say(said)
+    tools = [{"type": "computer_use_preview", "display_width": 9, "display_height": 9}]
+    asked: list[Any] = [{"role": "user", "content": "scroll"}]
+    got = await http.send("POST", "responses", {"input": asked, "tools": tools})
+    (item,) = got["output"]
+    assert item["content"][0]["text"] == said
+    asked += [item, {"role": "user", "content": "on"}]
+    await http.send("POST", "responses", {"input": asked, "tools": tools})
+    assert chain(http.world) == [None, 0]
+
+
 async def test_tool_choice_is_honoured(http: Http) -> None:
     beta = {**CALC, "name": "beta"}
     both = [CALC, beta]
@@ -778,6 +795,8 @@ def test_unsupported_fields_are_refused_by_name(body: Any, param: str) -> None:
         {"reasoning": {"effort": "high", "context": "auto"}, "text": {"verbosity": "high"}},
         {"model": "gpt-5", "prompt_cache_retention": "24h"},
         {"presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1},
+        {"text": {"format": None, "verbosity": None}, "stream_options": {"include_usage": None}},
+        {"text": {"format": {"type": None, "schema": None}}, "reasoning": {"effort": None}},
     ],
 )
 def test_fields_that_ask_for_nothing_are_accepted_in_silence(body: Any) -> None:

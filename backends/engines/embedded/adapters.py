@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -50,11 +50,32 @@ class Adapters:
         Raises:
             WeightLoadError: unreadable, or not of this model. Nothing has changed.
         """
-        try:
-            scale, tensors = _read(Path(path))
-        except (OSError, ValueError, KeyError, SafetensorError) as e:
-            raise WeightLoadError(f"Failed to load LoRA adapter from {path!r}: {e!r}") from e
         own = dict(self._model.named_parameters())
+        try:
+            tensors, base, merged = self._merged(Path(path), own)
+        except WeightLoadError:
+            raise
+        except Exception as e:  # whatever the files hold
+            raise WeightLoadError(f"Failed to load LoRA adapter from {path!r}: {e!r}") from e
+        self._restore()
+        for weight, value in merged.items():
+            own[weight].copy_(value)
+        self._base, self.name, self.path = base, name, path
+        self.hashes = {f"{name}:{key}": tensor_hash(t) for key, t in tensors.items()}
+
+    def _merged(
+        self, folder: Path, own: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors of an adapter, and of the weights that it changes, by name, those without and
+        with it.
+
+        Args:
+            own: the model's parameters.
+
+        Raises:
+            WeightLoadError: it is not of this model. Others: it cannot be read.
+        """
+        scale, tensors = _read(folder)
         merged: dict[str, Tensor] = {}
         base: dict[str, Tensor] = {}
         for key in tensors:
@@ -67,7 +88,8 @@ class Adapters:
                 continue
             if up is None or weight not in own:
                 raise WeightLoadError(f"Failed to load LoRA adapter: the model has no {weight}")
-            base[weight] = self._base.get(weight, own[weight].detach().clone())
+            known = self._base.get(weight)
+            base[weight] = own[weight].detach().clone() if known is None else known
             delta = scale * (up.float() @ tensors[key].float())
             if delta.shape != base[weight].shape or not torch.isfinite(delta).all():
                 raise WeightLoadError(
@@ -75,11 +97,7 @@ class Adapters:
                     f"{weight} {tuple(base[weight].shape)}, or is not finite"
                 )
             merged[weight] = base[weight].float() + delta.to(base[weight].device)
-        self._restore()
-        for weight, value in merged.items():
-            own[weight].copy_(value)
-        self._base, self.name, self.path = base, name, path
-        self.hashes = {f"{name}:{key}": tensor_hash(t) for key, t in tensors.items()}
+        return tensors, base, merged
 
     def unload(self, name: str) -> None:
         """Back to the weights without it.

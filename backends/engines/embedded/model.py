@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -181,9 +180,9 @@ class ModelRunner:
         """
         try:
             new = self._read_checkpoint(path)
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
+            is_partial = since(Path(path)) is not None
+        except Exception as e:  # whatever the files hold
             raise WeightLoadError(f"Failed to load weights from {path!r}: {e}") from e
-        is_partial = since(Path(path)) is not None
         self._replace(new, f"Failed to load weights from {path!r}: ", partial=is_partial)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:

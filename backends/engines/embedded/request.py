@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -174,6 +173,7 @@ class GenerateBody(BaseModel):
             prompt_ids=(self.input_ids or []) if vision is None else vision.prompt_ids,
             vision=vision,
             salt=_salt(key) if key else 0,
+            adapter=self.lora_path,
             params=self.sampling_params,
             return_logprob=self.return_logprob,
             top_logprobs_num=self.top_logprobs_num,
@@ -212,6 +212,8 @@ class Request:
     """The prompt's pictures."""
     salt: int = 0
     """Hash of `extra_key`; the prefix cache shares nothing between two."""
+    adapter: str | None = None
+    """Adapter that has to be loaded when it begins to run; None: whatever is."""
     return_logprob: bool = False
     top_logprobs_num: int = 0
     stream: bool = False
@@ -234,12 +236,6 @@ class Request:
     """Cache row while running, else -1."""
     announced: int = -1
     """Output length at the last announcement; -1 before the first."""
-    generator: torch.Generator | None = None
-
-    def __post_init__(self) -> None:
-        if self.params.sampling_seed is not None:
-            self.generator = torch.Generator()
-            self.generator.manual_seed(self.params.sampling_seed & (2**63 - 1))
 
     @property
     def finished(self) -> bool:
@@ -267,11 +263,12 @@ class Request:
             self.output_top.append(top)
         self.output_ids.append(token)
 
-    def abort(self, message: str = "Aborted") -> None:
+    def abort(self, message: str = "Aborted", status: int | None = None) -> None:
+        """End it. With a `status` it is refused, as a request that cannot be served."""
         self.finish_reason = {
             "type": "abort",
             "message": message,
-            "status_code": None,
+            "status_code": status,
             "err_type": None,
         }
 

@@ -1,11 +1,12 @@
 """From logits to tokens and log-probs, for a batch of rows with different parameters.
 
 Log-probs are taken after temperature and before top-k/top-p/min-p, as SGLang returns them: they
-are the policy that a trainer can recompute. Pure; holds no state but the generators it is given.
+are the policy that a trainer can recompute. Pure; holds no state but the generator it is given.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,8 @@ def sample(logits: Tensor, requests: Sequence[Request], generator: torch.Generat
         probs[filtered] = _filter(probs[filtered], [requests[i].params for i in filtered])
     uniform = torch.rand(len(requests), generator=generator, dtype=torch.float64)
     for i, request in enumerate(requests):
-        if request.generator is not None:
-            uniform[i] = torch.rand((), generator=request.generator, dtype=torch.float64)
+        if (seed := request.params.sampling_seed) is not None:
+            uniform[i] = _seeded(seed, request.length)
     ids = _draw(probs, uniform.to(device))
     greedy = [i for i, r in enumerate(requests) if r.params.greedy]
     if greedy:
@@ -54,6 +55,13 @@ def sample(logits: Tensor, requests: Sequence[Request], generator: torch.Generat
         for i, best in zip(rows, top_log_probs(log_probs[rows], n_top), strict=True):
             top[i] = best[: requests[i].top_logprobs_num]
     return Sampled(ids.tolist(), chosen.tolist(), top)
+
+
+def _seeded(seed: int, position: int) -> float:
+    """A number in [0, 1) that follows from these two, as in SGLang: a response that goes on in
+    another request, behind what it has, draws none of its numbers again."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) / 2**53
 
 
 def top_log_probs(log_probs: Tensor, n: int) -> list[TopLogProbs]:

@@ -243,6 +243,9 @@ class Scheduler:
         admitted = 0
         while self.waiting and len(self.running) < self.cache.max_running:
             request = self.waiting.popleft()
+            if request.adapter not in (None, self.runner.adapters.name):
+                self._refuse(request)
+                continue
             tokens = request.token_ids()
             reusable = len(tokens) - 1
             if self.cache.worth_waiting(tokens[:reusable], request.salt):
@@ -258,6 +261,15 @@ class Scheduler:
                 request.cached_tokens = reused
         self.waiting.extendleft(reversed(postponed))
         return admitted
+
+    def _refuse(self, request: Request) -> None:
+        """End a request for an adapter that is not loaded. One that waits in a pause may find it
+        when it goes on."""
+        loaded = self.runner.adapters.name
+        request.abort(
+            f"lora_path is {request.adapter!r}, which is not loaded; {loaded!r} is", status=400
+        )
+        self._remove(request)
 
     def _todo(self, row: int) -> int:
         """Known tokens of a row that have no KV yet; 1 when it only waits to decode."""

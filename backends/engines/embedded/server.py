@@ -100,11 +100,6 @@ class Server:
         scheduler.validate(request)
         if request.rid in self.rids:
             raise InvalidRequestError(f"Duplicate request ID detected: {request.rid}")
-        adapter = scheduler.runner.adapters.name
-        if body.lora_path not in (None, adapter):
-            raise InvalidRequestError(
-                f"lora_path is {body.lora_path!r}, which is not loaded; {adapter!r} is"
-            )
         reply = Reply(request, self.tokenizer)
         if request.stream:
             return StreamingResponse(self._stream(http, reply), media_type="text/event-stream")
@@ -113,6 +108,8 @@ class Server:
                 await wait()
         if self.loop.failure is not None:
             raise EngineStoppedError(f"the engine failed: {self.loop.failure!r}")
+        if (ended := request.finish_reason) is not None and ended.get("status_code") == 400:
+            raise InvalidRequestError(str(ended["message"]))
         return Response(reply.body(scheduler.weight_version), media_type="application/json")
 
     async def _vision(self, body: GenerateBody) -> Vision | None:

@@ -76,7 +76,10 @@ class Updates:
         """`flush_cache` is ignored: prefixes of the old weights are always dropped."""
 
         def load(scheduler: Scheduler) -> int:
-            before = since(Path(model_path))
+            try:
+                before = since(Path(model_path))
+            except (OSError, ValueError) as e:
+                raise WeightLoadError(f"Failed to load weights from {model_path!r}: {e}") from e
             if before not in (None, scheduler.weight_version):
                 raise WeightLoadError(
                     f"{model_path} has what changed since version {before}, and version "

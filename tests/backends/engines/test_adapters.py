@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -10,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from stepwell.backends.engines.api import GenerateRequest, Output, Sampling
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.embedded.adapters import Adapters, WeightLoadError
 from stepwell.backends.engines.supervisor import Supervisor
@@ -73,7 +76,7 @@ def test_adapters_replace_each_other_and_leave_no_trace(model_dirs: Any, tmp_pat
     assert torch.equal(own, before)
 
 
-@pytest.mark.parametrize("broken", ["absent", "module", "rank", "nan"])
+@pytest.mark.parametrize("broken", ["absent", "module", "rank", "ranks", "nan"])
 def test_an_adapter_that_does_not_fit_changes_nothing(
     broken: str, model_dirs: Any, tmp_path: Path
 ) -> None:
@@ -90,6 +93,8 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
             tensors = {k.replace("o_proj", "no_proj"): t for k, t in tensors.items()}
         if broken == "rank":
             tensors = {k: t[:-1] if "lora_B" in k else t for k, t in tensors.items()}
+        if broken == "ranks":
+            tensors = {k: t[:-1] if "lora_A" in k else t for k, t in tensors.items()}
         if broken == "nan":
             tensors = {k: t * float("nan") for k, t in tensors.items()}
         save_file({k: t.contiguous() for k, t in tensors.items()}, file)
@@ -149,6 +154,48 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
             assert await agrees(merged[1])
     finally:
         supervisor.stop()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_comes_between_two_adapters_waits_for_the_next_one(
+    stream: bool, client: EngineClient, model_dirs: Any, tmp_path: Path
+) -> None:
+    for version in (1, 2):
+        save_adapter(model_dirs.base, tmp_path / f"v{version}", version)
+    outputs: list[Output] = []
+
+    def call() -> asyncio.Task[None]:
+        prompt = np.asarray(PROMPT, np.int32)
+        request = GenerateRequest("one", prompt, Sampling(2, 1.0), 2, stream, ADAPTER_NAME)
+        return asyncio.create_task(client.sample(request, outputs.append))
+
+    async def waits() -> bool:
+        return bool((await client.loads())["loads"][0]["num_waiting_reqs"])
+
+    await client.load_lora_adapter(ADAPTER_NAME, str(tmp_path / "v1"))
+    await client.pause("abort")
+    await client.unload_lora_adapter(ADAPTER_NAME)
+    asked = call()
+    await until(waits)
+    await client.load_lora_adapter(ADAPTER_NAME, str(tmp_path / "v2"))
+    await client.update_weight_version(2)
+    await client.continue_()
+    await asked
+    assert (outputs[-1].finish, outputs[-1].version) in [("length", 2), ("stop", 2)]
+    await client.unload_lora_adapter(ADAPTER_NAME)
+    with pytest.raises(EngineRequestError, match="'policy', which is not loaded") as e:
+        await call()
+    assert e.value.status == 400
+
+
+@pytest.mark.parametrize("config", ["[]", "{}", '{"r": 0, "lora_alpha": 8}', '{"r": null}', "\0"])
+async def test_an_adapter_with_a_damaged_configuration_is_refused(
+    config: str, client: EngineClient, model_dirs: Any, tmp_path: Path
+) -> None:
+    save_adapter(model_dirs.base, tmp_path / "v1", 1)
+    (tmp_path / "v1" / "adapter_config.json").write_text(config)
+    with pytest.raises(EngineRequestError, match="Failed to load LoRA adapter"):
+        await client.load_lora_adapter(ADAPTER_NAME, str(tmp_path / "v1"))
 
 
 async def test_an_engine_that_refuses_the_first_adapter_generates_on_without_one(

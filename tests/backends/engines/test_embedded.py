@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -57,6 +59,36 @@ async def test_the_same_seed_samples_the_same_tokens(client: EngineClient) -> No
         client.generate(PROMPT, {**params, "sampling_seed": 12}),
     )
     assert one["output_ids"] == two["output_ids"] != other["output_ids"]
+
+
+async def test_a_seeded_response_that_goes_on_draws_what_it_would_have_drawn(
+    client: EngineClient,
+) -> None:
+    """It repeated the draws of its beginning."""
+    params = {"max_new_tokens": 20, "ignore_eos": True, "sampling_seed": 11}
+    whole = (await client.generate(PROMPT, params))["output_ids"]
+    rest = await client.generate([*PROMPT, *whole[:7]], {**params, "max_new_tokens": 13})
+    assert whole[7:] == rest["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", "[]"),
+        ("model.safetensors.index.json", '{"weight_map": []}'),
+        ("model.safetensors.index.json", "[]"),
+        ("model.safetensors", "damaged"),
+        ("delta.json", "damaged"),
+    ],
+)
+async def test_weights_with_a_damaged_file_are_refused(
+    file: str, content: str, client: EngineClient, model_dirs: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(model_dirs.new, tmp_path / "v1")
+    (tmp_path / "v1" / file).write_text(content)
+    with pytest.raises(EngineRequestError, match="Failed to load weights"):
+        await client.update_weights_from_disk(str(tmp_path / "v1"), 1)
+    assert await client.weight_version() == 0
 
 
 async def test_an_update_after_an_unpaused_drain_says_success(

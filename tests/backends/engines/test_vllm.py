@@ -321,6 +321,20 @@ async def test_a_request_says_all_that_shapes_the_answer() -> None:
     assert server.asked[1:] == [("/inference/v1/abort_requests", ids), ("/abort_requests", {})]
 
 
+async def test_a_seeded_response_that_goes_on_has_another_seed() -> None:
+    """vLLM draws one number after another: those of the beginning would come again."""
+    server = Scripted()
+    asked = request_of(n=6, seed=3)
+    async with serving(server.app()) as url, VllmEngine(url) as engine:
+        for left in (6, 4, 4, 2):
+            server.give("whole")
+            await engine.sample(asked._replace(max_new_tokens=left), lambda _: None)
+    whole, four, again, two = (body["sampling_params"]["seed"] for _, body in server.asked)
+    assert (whole, four) == (3, again)
+    assert len({whole, four, two}) == 3
+    assert all(-(2**63) <= seed < 2**63 for seed in (four, two))
+
+
 async def test_ids_that_the_model_may_not_sample_are_told() -> None:
     """Ids of vision tokens, which the trainer masks, too."""
     server = Scripted()
