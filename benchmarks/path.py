@@ -130,7 +130,7 @@ async def run(
         result.at_most("files_of_a_settle", len(walks["settle"].files()), 19)
     if "train" in walks:
         train = walks["train"]
-        result.at_most("files_of_two_steps", len(train.files(["trainer", "backends"])), 42)
+        result.at_most("files_of_two_steps", len(train.files(["trainer", "backends"])), 43)
         result.at_most("shapes_of_two_steps", len(train.shapes()), 26)
     return result
 
