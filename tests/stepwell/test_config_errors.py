@@ -111,6 +111,8 @@ def test_overrides_may_stand_before_and_after_options() -> None:
         ("model.path=${modl.path}", "model.path: Interpolation key 'modl.path' not found"),
         ("model.path=???", "model.path: Missing mandatory value"),
         ("stepwell.dir=x", "stepwell is not a known key"),
+        ("rollout.harness.preset=[a]", "rollout.harness.preset is ['a']; it should be text"),
+        ("rollout.harness={preset: codex, env: [1]}", "harness.env is [1]; it should be a mapping"),
     ],
 )
 def test_a_wrong_value_is_one_line_with_key_value_and_bound(override: str, said: str) -> None:

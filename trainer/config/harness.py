@@ -176,7 +176,7 @@ class HarnessConfig(Section):
     @classmethod
     def _preset(cls, raw: Any) -> Any:
         given = {"preset": raw} if isinstance(raw, str) else raw
-        if not isinstance(given, dict) or (name := given.get("preset")) is None:
+        if not isinstance(given, dict) or not isinstance(name := given.get("preset"), str):
             return raw
         if name not in PRESETS:
             raise ValueError(
@@ -184,13 +184,12 @@ class HarnessConfig(Section):
                 "command"
             )
         preset = PRESETS[name]
-        return {
-            "command": preset.command,
-            "gave_up": preset.gave_up,
-            **given,
-            "env": {**preset.env, **(given.get("env") or {})},
-            "files": {**preset.files, **(given.get("files") or {})},
-        }
+        filled = {"command": preset.command, "gave_up": preset.gave_up, **given}
+        for key, own in (("env", preset.env), ("files", preset.files)):
+            more = given.get(key) or {}
+            if isinstance(more, dict):  # else its own error says what it should be
+                filled[key] = {**own, **more}
+        return filled
 
     @field_validator("command", "env", "files", "workdir", mode="after")
     @classmethod
