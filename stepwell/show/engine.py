@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from stepwell.backends.config import EngineConfig, plain_url
 from stepwell.backends.engines.api import (
@@ -93,10 +94,18 @@ def _server(engine: Engine, name: str) -> Finding:
     """Return a finding: the server that answers there."""
     kind, _, version = name.partition(" ")
     tested = engine.routes.tested.partition(" ")[2]
-    if version and kind in ("sglang", "vllm") and Version(version) < Version(tested):
+    if kind in ("sglang", "vllm") and _is_older(version, tested):
         remedy = f"what it lacks is below; pip install '{kind}>={tested}'"
         return Finding("engine", "warning", f"{name}; tested is {tested}", remedy)
     return Finding("engine", "ok", name or "does not say what it is")
+
+
+def _is_older(version: str, tested: str) -> bool:
+    """Return whether a version is before the tested one; not of a name such as `dev`, which a vLLM
+    of a checkout has."""
+    with suppress(InvalidVersion):
+        return Version(version) < Version(tested)
+    return False
 
 
 async def _state(engine: Engine) -> str:
