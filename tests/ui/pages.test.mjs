@@ -126,6 +126,17 @@ test("keys go on behind a trajectory that is listed again for a step that came l
   }
 });
 
+test("a list that cannot be read is not said to be empty, or to be on its way", async () => {
+  for (const [page, params, name] of [[Archive, {}, "archive"], [Groups, { view: "gone" }, "events"]]) {
+    const at = fresh();
+    render(html`<${page} about=${{ ...about, has_archive: true }} params=${params} />`, at);
+    (await question(name)).refuse(400, "there is no such column");
+    await settled();
+    assert.ok(at.textContent.includes("there is no such column"));
+    assert.doesNotMatch(at.textContent, /Nothing that left|remembers no such event|Loading/);
+  }
+});
+
 test("who left the search for a uid is not brought to it", async () => {
   const at = fresh();
   render(html`<${Find} params=${{ uid: "slow" }} />`, at);

@@ -178,9 +178,9 @@ const ordersOf = ([name, , , by]) => (typeof by === "string" ? [[name, by]] : (b
 
 /**
  * @param {{ label: string, columns: Column[], rows: Row[],
- *   empty?: any, more?: (() => void) | null, busy?: boolean, order?: Row }} props
+ *   empty?: any, more?: (() => void) | null, busy?: boolean, failed?: Error | null, order?: Row }} props
  */
-export const Table = ({ label, columns, rows, empty, more, busy, order }) => html`
+export const Table = ({ label, columns, rows, empty, more, busy, failed, order }) => html`
   <div class="scroll" tabindex="0" role="region" aria-label=${label}>
     <table>
       <thead>
@@ -196,7 +196,7 @@ export const Table = ({ label, columns, rows, empty, more, busy, order }) => htm
         ${rows.map((row) => html`<tr>${columns.map(([, cell, kind]) => html`<td class=${kind ?? ""}>${cell(row)}</td>`)}</tr>`)}
       </tbody>
     </table>
-    ${rows.length === 0 && (busy ? html`<${Loading} />` : html`<${Empty}>${more ? "Nothing found yet; there is more to look through." : (empty ?? "Nothing here.")}<//>`)}
+    ${rows.length === 0 && !failed && (busy ? html`<${Loading} />` : html`<${Empty}>${more ? "Nothing found yet; there is more to look through." : (empty ?? "Nothing here.")}<//>`)}
     ${more && html`<button class="more" disabled=${busy} onClick=${more}>${busy ? "Loading…" : "Look for more"}</button>`}
   </div>
 `;
