@@ -5,7 +5,7 @@ import { asked, question, root, settled, went, withText } from "./dom.mjs";
 const { html } = await import("../../gateway/ui/static/shown.js");
 const { render } = await import("../../gateway/ui/static/vendor/preact.js");
 const { follow, useApi, usePages } = await import("../../gateway/ui/static/api.js");
-const { number, Select, walk } = await import("../../gateway/ui/static/parts.js");
+const { Found, number, Select, walk } = await import("../../gateway/ui/static/parts.js");
 const { Archive, Find } = await import("../../gateway/ui/static/archive.js");
 const { Groups } = await import("../../gateway/ui/static/groups.js");
 const { Curation, Marks } = await import("../../gateway/ui/static/curation.js");
@@ -300,6 +300,15 @@ test("a tag that has a comma in it stays one when another is added", async () =>
 test("a reason that groups left for filters no groups that are there", async () => {
   render(html`<${Groups} about=${about} params=${{ reason: "zero_variance", tag: "kept" }} />`, fresh());
   assert.deepEqual((await question("groups")).params, { tag: "kept" });
+});
+
+test("what is sought is marked where it is, whatever stands before it", () => {
+  for (const [text, sought, marked] of [["İİİ a Big one, big", "big", ["Big", "big"]], ["a.b|c (x) axb", "a.b|c (", ["a.b|c ("]]]) {
+    const at = fresh();
+    render(html`<p><${Found} text=${text} sought=${sought} /></p>`, at);
+    assert.equal(at.textContent, text);
+    assert.deepEqual(at.all.filter((each) => each.localName === "mark").map((each) => each.textContent), marked);
+  }
 });
 
 test("a choice that is none of the options is shown as it is", async () => {

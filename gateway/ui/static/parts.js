@@ -324,11 +324,12 @@ export function Spark({ values, label }) {
 export function Found({ text, sought }) {
   if (!sought) return text;
   const parts = [];
-  const [low, wanted] = [text.toLowerCase(), sought.toLowerCase()];
+  // Not of the text in lower case, which may be longer: that of İ is two characters.
+  const wanted = new RegExp(sought.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"), "giu");
   let from = 0;
-  for (let at = low.indexOf(wanted); at >= 0; at = low.indexOf(wanted, from)) {
-    parts.push(text.slice(from, at), html`<mark>${text.slice(at, at + sought.length)}</mark>`);
-    from = at + sought.length;
+  for (const { 0: found, index } of text.matchAll(wanted)) {
+    parts.push(text.slice(from, index), html`<mark>${found}</mark>`);
+    from = index + found.length;
   }
   return [...parts, text.slice(from)];
 }
