@@ -197,7 +197,7 @@ const tokens = (start, n, total) => ({
 
 async function trajectory(params, data) {
   const at = fresh();
-  const draw = (more) => render(html`<${Trajectory} about=${about} params=${{ uid: "t", ...params, ...more }} />`, at);
+  const draw = (more, of) => render(html`<${Trajectory} about=${{ ...about, ...of }} params=${{ uid: "t", ...params, ...more }} />`, at);
   draw({});
   (await question("trajectory")).answer(data);
   await settled();
@@ -270,6 +270,23 @@ test("a deletion that fails says so", async () => {
   (await question("delete")).refuse(503, "the archive may still hold it");
   await settled();
   assert.ok(withText(at, "p", "the archive may still hold it"));
+});
+
+test("what has left the pool can be deleted, too, but not of a run that is over", async () => {
+  const archived = { fate: "its group was dropped", left: "dropped", state: "complete", reason: null, feedback: [] };
+  const gone = { ...shown([step(0)], [[0]]), row: null, archived };
+  const { at, draw } = await trajectory({}, gone);
+  withText(at, "button", "Delete this trajectory").tell("click");
+  assert.deepEqual(JSON.parse((await question("delete")).body), { trajectory_uid: "t" });
+  draw({}, { read_only: true });
+  await settled();
+  assert.ok(!at.textContent.includes("Delete this trajectory"));
+});
+
+test("the first words of a turn end with a whole character", async () => {
+  const content = `${"x".repeat(79)}😀 and so on`;
+  const { at } = await trajectory({}, shown([step(0, { messages: [{ role: "user", content }] })], [[0]]));
+  assert.equal(withText(at, "span", "xxx").textContent, "x".repeat(79));
 });
 
 test("a dry run stands under the channel that it is of", async () => {
