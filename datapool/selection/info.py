@@ -40,7 +40,7 @@ class Marks:
             raise _malformed("trainable", self.trainable, "True, False, or None for not marked")
         if quality is not None:
             number = isinstance(quality, int | float) and not isinstance(quality, bool)
-            if not number or not abs(quality) <= sys.float_info.max:  # which a huge integer has
+            if not number or not abs(quality) <= sys.float_info.max:  # nor is NaN
                 raise _malformed("quality", quality, "a finite number, or None for not marked")
             object.__setattr__(self, "quality", float(quality))
         if isinstance(tags, str) or not isinstance(tags, Iterable):

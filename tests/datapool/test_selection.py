@@ -90,6 +90,7 @@ def test_marks_survive_json(marks):
         ({"trainable": 1}, "trainable is 1"),
         ({"quality": math.nan}, "quality is nan; pass a finite number"),
         ({"quality": "high"}, "quality is 'high'"),
+        ({"quality": 10**400}, "quality is 1000.*; pass a finite number"),
         ({"quality": True}, "quality is True"),
         ({"tags": "math"}, "tags is 'math'; pass a list of strings"),
         ({"tags": 3}, "tags is 3"),

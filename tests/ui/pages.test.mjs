@@ -5,7 +5,7 @@ import { asked, question, root, settled, went, withText } from "./dom.mjs";
 const { html } = await import("../../gateway/ui/static/shown.js");
 const { render } = await import("../../gateway/ui/static/vendor/preact.js");
 const { follow, useApi, usePages } = await import("../../gateway/ui/static/api.js");
-const { number, Select, walk } = await import("../../gateway/ui/static/parts.js");
+const { Found, number, Select, walk } = await import("../../gateway/ui/static/parts.js");
 const { Archive, Find } = await import("../../gateway/ui/static/archive.js");
 const { Groups } = await import("../../gateway/ui/static/groups.js");
 const { Curation, Marks } = await import("../../gateway/ui/static/curation.js");
@@ -126,6 +126,17 @@ test("keys go on behind a trajectory that is listed again for a step that came l
   }
 });
 
+test("a list that cannot be read is not said to be empty, or to be on its way", async () => {
+  for (const [page, params, name] of [[Archive, {}, "archive"], [Groups, { view: "gone" }, "events"]]) {
+    const at = fresh();
+    render(html`<${page} about=${{ ...about, has_archive: true }} params=${params} />`, at);
+    (await question(name)).refuse(400, "there is no such column");
+    await settled();
+    assert.ok(at.textContent.includes("there is no such column"));
+    assert.doesNotMatch(at.textContent, /Nothing that left|remembers no such event|Loading/);
+  }
+});
+
 test("who left the search for a uid is not brought to it", async () => {
   const at = fresh();
   render(html`<${Find} params=${{ uid: "slow" }} />`, at);
@@ -186,7 +197,7 @@ const tokens = (start, n, total) => ({
 
 async function trajectory(params, data) {
   const at = fresh();
-  const draw = (more) => render(html`<${Trajectory} about=${about} params=${{ uid: "t", ...params, ...more }} />`, at);
+  const draw = (more, of) => render(html`<${Trajectory} about=${{ ...about, ...of }} params=${{ uid: "t", ...params, ...more }} />`, at);
   draw({});
   (await question("trajectory")).answer(data);
   await settled();
@@ -261,6 +272,23 @@ test("a deletion that fails says so", async () => {
   assert.ok(withText(at, "p", "the archive may still hold it"));
 });
 
+test("what has left the pool can be deleted, too, but not of a run that is over", async () => {
+  const archived = { fate: "its group was dropped", left: "dropped", state: "complete", reason: null, feedback: [] };
+  const gone = { ...shown([step(0)], [[0]]), row: null, archived };
+  const { at, draw } = await trajectory({}, gone);
+  withText(at, "button", "Delete this trajectory").tell("click");
+  assert.deepEqual(JSON.parse((await question("delete")).body), { trajectory_uid: "t" });
+  draw({}, { read_only: true });
+  await settled();
+  assert.ok(!at.textContent.includes("Delete this trajectory"));
+});
+
+test("the first words of a turn end with a whole character", async () => {
+  const content = `${"x".repeat(79)}😀 and so on`;
+  const { at } = await trajectory({}, shown([step(0, { messages: [{ role: "user", content }] })], [[0]]));
+  assert.equal(withText(at, "span", "xxx").textContent, "x".repeat(79));
+});
+
 test("a dry run stands under the channel that it is of", async () => {
   const at = fresh();
   render(html`<${Curation} about=${about} params=${{}} />`, at);
@@ -289,6 +317,15 @@ test("a tag that has a comma in it stays one when another is added", async () =>
 test("a reason that groups left for filters no groups that are there", async () => {
   render(html`<${Groups} about=${about} params=${{ reason: "zero_variance", tag: "kept" }} />`, fresh());
   assert.deepEqual((await question("groups")).params, { tag: "kept" });
+});
+
+test("what is sought is marked where it is, whatever stands before it", () => {
+  for (const [text, sought, marked] of [["İİİ a Big one, big", "big", ["Big", "big"]], ["a.b|c (x) axb", "a.b|c (", ["a.b|c ("]]]) {
+    const at = fresh();
+    render(html`<p><${Found} text=${text} sought=${sought} /></p>`, at);
+    assert.equal(at.textContent, text);
+    assert.deepEqual(at.all.filter((each) => each.localName === "mark").map((each) => each.textContent), marked);
+  }
 });
 
 test("a choice that is none of the options is shown as it is", async () => {

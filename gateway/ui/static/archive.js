@@ -45,7 +45,7 @@ function Listed({ params }) {
       <button type="button" onClick=${pages.reload}>Refresh</button>
     </form>
     <${Failure} error=${pages.error} />
-    <${Card}><${Table} label="Trajectories that left the pool; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy}
+    <${Card}><${Table} label="Trajectories that left the pool; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy} failed=${pages.error}
       empty="Nothing that left the pool passes." columns=${COLUMNS} order=${ordered(params)} /><//>`;
 }
 
@@ -62,7 +62,7 @@ function Prompts({ params }) {
       <button type="button" onClick=${pages.reload}>Refresh</button>
     </form>
     <${Failure} error=${pages.error} />
-    <${Card}><${Table} label="Prompts; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy}
+    <${Card}><${Table} label="Prompts; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy} failed=${pages.error}
       empty="There is no such prompt." order=${ordered(params)} columns=${[
       ["Prompt", (p) => html`<a class="talk" href=${link("archive", { query: `prompt_key == '${p.prompt}'` })}><span>${p.first ?? p.instance}</span></a>`, "", "first"],
       ["Rewarded", (p) => html`<${Chip} of=${p.kind} />`, "", "rewarded"],

@@ -22,7 +22,7 @@ export function Batches({ params }) {
     </div>
     <${Failure} error=${pages.error} />
     <${Looked} looked=${pages.looked} />
-    <${Card} title="Optimizer steps"><${Table} label="Optimizer steps" rows=${pages.items} more=${pages.more} busy=${pages.busy} order=${ordered(params, "step")}
+    <${Card} title="Optimizer steps"><${Table} label="Optimizer steps" rows=${pages.items} more=${pages.more} busy=${pages.busy} failed=${pages.error} order=${ordered(params, "step")}
       empty="No optimizer step is recorded: the trainer has not begun, or this gateway knows no run's folder."
       columns=${[
         ["Step", (r) => html`<a href=${link("batch", { step: r.step })}>${r.step}</a>`, "num", "step"],

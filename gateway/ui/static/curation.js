@@ -199,7 +199,7 @@ function Tagged({ tag, channel }) {
 function WithTag({ channel, tag }) {
   const pages = usePages("trajectories", { channel, tag });
   return html`<${Failure} error=${pages.error} />
-    <${Table} label="Trajectories with this tag" rows=${pages.items} more=${pages.more} busy=${pages.busy} empty="Nothing has this tag." columns=${[
+    <${Table} label="Trajectories with this tag" rows=${pages.items} more=${pages.more} busy=${pages.busy} failed=${pages.error} empty="Nothing has this tag." columns=${[
       ["Trajectory", (t) => html`<${Uid} page="trajectory" uid=${t.trajectory_uid} channel=${channel} />`],
       ["Reward", (t) => number(t.reward), "num"],
       ["Note", (t) => t.marks.note],

@@ -55,7 +55,7 @@ function Live({ about, params }) {
         <button type="button" onClick=${pages.reload}>Refresh</button>`} />
     <${Failure} error=${pages.error} />
     <${Looked} looked=${pages.looked} />
-    <${Card}><${Table} label="Groups; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy} order=${ordered(params)}
+    <${Card}><${Table} label="Groups; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy} failed=${pages.error} order=${ordered(params)}
       empty="No group of this kind is in the pool. Groups that were trained on are under Batches, dropped ones under Recently gone."
       columns=${[
         ["First message", (g) => html`<a class="talk" href=${link("group", { prompt_uid: g.prompt_uid, channel })}><span>${firstSaid(g)}</span></a>`, "", "first"],
@@ -88,7 +88,7 @@ function Gone({ about, params }) {
     </form>
     <${Failure} error=${error} />
     <${Looked} looked=${data?.looked} />
-    <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data} order=${ordered(params)}
+    <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data && !error} failed=${error} order=${ordered(params)}
       empty="The pool remembers no such event." columns=${[
         ["When", (e) => when(e.time), "", "time"],
         ["First message", (e) => html`<a class="talk" href=${link("group", { prompt_uid: e.prompt_uid, channel: e.channel })}><span>${e.first ?? "no text yet, or none was kept"}</span></a>`, "", "first"],
@@ -115,7 +115,7 @@ export function Trajectories({ about, params }) {
         <button type="button" onClick=${pages.reload}>Refresh</button>`} />
     <${Failure} error=${pages.error} />
     <${Looked} looked=${pages.looked} />
-    <${Card}><${Table} label="Trajectories; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy}
+    <${Card}><${Table} label="Trajectories; n and p choose the next and the previous" rows=${pages.items} more=${pages.more} busy=${pages.busy} failed=${pages.error}
       empty="No trajectory of this kind is in the pool; what left it is under Archive." columns=${columns(params.channel ?? "train")} order=${ordered(params)} /><//>`;
 }
 

@@ -178,9 +178,9 @@ const ordersOf = ([name, , , by]) => (typeof by === "string" ? [[name, by]] : (b
 
 /**
  * @param {{ label: string, columns: Column[], rows: Row[],
- *   empty?: any, more?: (() => void) | null, busy?: boolean, order?: Row }} props
+ *   empty?: any, more?: (() => void) | null, busy?: boolean, failed?: Error | null, order?: Row }} props
  */
-export const Table = ({ label, columns, rows, empty, more, busy, order }) => html`
+export const Table = ({ label, columns, rows, empty, more, busy, failed, order }) => html`
   <div class="scroll" tabindex="0" role="region" aria-label=${label}>
     <table>
       <thead>
@@ -196,7 +196,7 @@ export const Table = ({ label, columns, rows, empty, more, busy, order }) => htm
         ${rows.map((row) => html`<tr>${columns.map(([, cell, kind]) => html`<td class=${kind ?? ""}>${cell(row)}</td>`)}</tr>`)}
       </tbody>
     </table>
-    ${rows.length === 0 && (busy ? html`<${Loading} />` : html`<${Empty}>${more ? "Nothing found yet; there is more to look through." : (empty ?? "Nothing here.")}<//>`)}
+    ${rows.length === 0 && !failed && (busy ? html`<${Loading} />` : html`<${Empty}>${more ? "Nothing found yet; there is more to look through." : (empty ?? "Nothing here.")}<//>`)}
     ${more && html`<button class="more" disabled=${busy} onClick=${more}>${busy ? "Loading…" : "Look for more"}</button>`}
   </div>
 `;
@@ -324,11 +324,12 @@ export function Spark({ values, label }) {
 export function Found({ text, sought }) {
   if (!sought) return text;
   const parts = [];
-  const [low, wanted] = [text.toLowerCase(), sought.toLowerCase()];
+  // Not of the text in lower case, which may be longer: that of İ is two characters.
+  const wanted = new RegExp(sought.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"), "giu");
   let from = 0;
-  for (let at = low.indexOf(wanted); at >= 0; at = low.indexOf(wanted, from)) {
-    parts.push(text.slice(from, at), html`<mark>${text.slice(at, at + sought.length)}</mark>`);
-    from = at + sought.length;
+  for (const { 0: found, index } of text.matchAll(wanted)) {
+    parts.push(text.slice(from, index), html`<mark>${found}</mark>`);
+    from = index + found.length;
   }
   return [...parts, text.slice(from)];
 }

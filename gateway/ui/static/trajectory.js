@@ -67,7 +67,8 @@ export function Trajectory({ about, params }) {
       <${Marks} about=${about} channel=${shown.channel} trajectory_uid=${uid} marks=${shown.row.marks} done=${reload} />
       <${Reward} about=${about} channel=${shown.channel} uid=${uid} row=${shown.row} done=${reload} />
       ${!about.read_only && html`<${Removal} uid=${uid} />`}
-    <//>`}`;
+    <//>`}
+    ${!shown.row && archived && !about.read_only && html`<${Card} title="Deletion"><${Removal} uid=${uid} /><//>`}`;
 }
 
 // -- the tree --------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ function words(step) {
   const said = step.messages?.[step.messages.length - 1];
   const calls = list(said?.tool_calls).map((call) => call?.function?.name).filter(Boolean);
   if (calls.length) return `calls ${calls.join(", ")}`;
-  return typeof said?.content === "string" ? said.content.slice(0, 80) : "";
+  return typeof said?.content === "string" ? said.content.slice(0, 80).replace(/[\ud800-\udbff]$/, "") : "";
 }
 
 /** @param {{ shown: Shown, index: number, path: number[] }} props */

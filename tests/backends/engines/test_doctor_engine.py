@@ -121,12 +121,15 @@ def test_an_older_sglang_is_told_to_be_one(capsys: pytest.CaptureFixture[str]) -
     assert "pip install 'sglang>=0.5.23'" in told["engine"]["remedy"]
 
 
-def test_a_vllm_that_somebody_built_of_its_source_may_have_no_release(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("version", ["dev", "0.32.0-our-fork"])
+def test_a_version_that_is_no_number_is_told_as_it_is(
+    capsys: pytest.CaptureFixture[str], version: str
 ) -> None:
-    answers = [a._replace(text=a.text.replace("0.32.0", "dev")) for a in read("vllm")]
+    """vLLM's of a checkout is `dev`."""
+    answers = [a._replace(text=a.text.replace("0.32.0", version)) for a in read("vllm")]
     code, told = doctor_here(given_again(answers), capsys)
-    assert (code, told["engine"]["state"], told["engine"]["text"]) == (0, "ok", "vllm dev")
+    assert code == 0
+    assert (told["engine"]["state"], told["engine"]["text"]) == ("ok", f"vllm {version}")
 
 
 def test_the_names_of_routes_are_whole_on_a_terminal(
