@@ -115,7 +115,8 @@ def delete_copied(
 
 def _keeps_nothing(run_dir: Path) -> bool:
     """Whether the pool of the run in `run_dir` had no journal while it was alive."""
-    return read_run(run_dir).config.get("pool", {}).get("durability") == "none"
+    durability: str | None = read_run(run_dir).config.get("pool", {}).get("durability")
+    return durability == "none"
 
 
 def _kind_of(asked: Delete) -> tuple[Kind, str]:
