@@ -77,6 +77,11 @@ class Check(NamedTuple):
         raise InvalidRequestError(f"{name} is {value!r:.80}; pass {self.wanted}")
 
 
+def is_number(text: str) -> bool:
+    """Whether a part of a cursor is a number that one of ours can hold."""
+    return text.isascii() and text.isdigit() and len(text) < 20
+
+
 def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

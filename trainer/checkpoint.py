@@ -30,6 +30,7 @@ import json
 import random
 import re
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -72,6 +73,8 @@ class CheckpointStore:
         self._origin = dict(origin or {})
         self._keep = keep
         self._keep_best = keep_best
+        # An evaluation may be scored while another thread saves.
+        self._changing = threading.Lock()
         if keep is not None:
             for old in folder.glob("step_*.old"):  # killed between two renames, see `save`
                 if not old.with_suffix("").exists():
@@ -113,8 +116,9 @@ class CheckpointStore:
         final = self._path(step)
         draft = draft or self.draft(step)
         try:
-            if not self.steps() and not (self.folder / "scores.json").exists():
-                self._write_scores({})  # from now on it is missed
+            with self._changing:
+                if not self.steps() and not (self.folder / "scores.json").exists():
+                    self._write_scores({})  # from now on it is missed
             about = {**self._origin, **(about or {}), "step": step, "format": FORMAT}
             (draft / "about.json").write_text(json.dumps(about) + "\n")
             torch.save(dict(state), draft / "state.pt")
@@ -133,7 +137,8 @@ class CheckpointStore:
             shutil.rmtree(old, ignore_errors=True)
         except (OSError, RuntimeError) as e:  # torch's zip writer makes the latter of a full disk
             raise self.unwritable(step, e) from e
-        self._prune()
+        with self._changing:
+            self._prune()
         return final
 
     def find(self, resume: Resume) -> Path | None:
@@ -230,8 +235,9 @@ class CheckpointStore:
     def score(self, step: int, value: float) -> None:
         """The policy after optimizer step `step` was evaluated; higher is better."""
         if self.folder.is_dir():  # else nothing was saved yet
-            self._write_scores({**self.scores(), step: value})
-            self._prune()
+            with self._changing:
+                self._write_scores({**self.scores(), step: value})
+                self._prune()
 
     def unscore(self, step: int) -> None:
         """The checkpoint of `step` has other weights than those that were scored."""

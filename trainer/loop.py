@@ -177,6 +177,8 @@ class Trainer:
         if due or adopted:  # an older checkpoint may hold what was rolled back
             with self._phases("checkpoint"):
                 await self.checkpoint()
+                if adopted:  # nothing is published before: where windows wait for that, no group
+                    await self._wait_saved()  # comes whose training would raise its error
 
     async def _leave_out(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The record of a batch that is recorded, acked and not trained."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from stepwell.datapool.ops import CURSOR
+from stepwell.datapool.ops import CURSOR, is_number
 
 REMEMBERED = 20_000
 KINDS = ("ready", "leased", "returned", "acked", "dropped", "aborted", "scored")
@@ -103,7 +103,7 @@ class EventLog:
         if cursor is None:
             return 0, False
         epoch, _, number = cursor.rpartition(":")
-        if not number.isdigit():
+        if not is_number(number):
             CURSOR.refuse("cursor", cursor)
         if epoch != self._epoch:
             return 0, True

@@ -27,7 +27,7 @@ from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect import pages
-from stepwell.datapool.ops import CURSOR, NATURAL, POSITIVE, TEXT, Check
+from stepwell.datapool.ops import CURSOR, NATURAL, POSITIVE, TEXT, Check, is_number
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import MAX_INT, Trajectory
 
@@ -158,7 +158,7 @@ class Pager:
 
     def _parse(self, cursor: str) -> Place:
         name, *numbers = cursor.rsplit(":", 2) if isinstance(cursor, str) else [""]
-        if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
+        if len(numbers) != 2 or not all(map(is_number, numbers)):
             CURSOR.refuse("cursor", cursor)
         if name != self._name:
             same_kind = name.partition(":")[0] == self._name.partition(":")[0]

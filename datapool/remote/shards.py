@@ -50,7 +50,7 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.ops import CURSOR, Op, R
+from stepwell.datapool.ops import CURSOR, Op, R, is_number
 from stepwell.datapool.remote.shard import Shard
 from stepwell.datapool.selection import DryRun
 
@@ -323,7 +323,7 @@ class Shards:
         calls: list[tuple[int, Op[Any]]] = []
         for part in str(op.lease_id).split("+"):
             number = part.partition("-")[0].partition(".")[0]
-            if not (number.isascii() and number.isdigit() and int(number) < self.n):
+            if not (is_number(number) and int(number) < self.n):
                 raise UnknownLeaseError(
                     f"lease {op.lease_id!r} is unknown; it is not from this pool of {self.n} "
                     "shards: lease again"
@@ -410,7 +410,7 @@ class Shards:
         k, at = 0 if one is None else shard_of(one, self.n), ""
         if op.cursor is not None:
             number, slash, at = str(op.cursor).partition("/")
-            if not (slash and number.isascii() and number.isdigit() and int(number) < self.n):
+            if not (slash and is_number(number) and int(number) < self.n):
                 CURSOR.refuse("cursor", op.cursor)
             k = int(number)
         while True:

@@ -19,17 +19,24 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.parse import quote
 
-from stepwell.datapool.errors import JournalError
+from stepwell.datapool.errors import JournalError, NoJournalError
 from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.files.copies import TrainerCopies
 from stepwell.datapool.files.deletion import delete_from_export, delete_from_journals
 from stepwell.datapool.files.tombstones import Kind
-from stepwell.datapool.ops import Delete
+from stepwell.datapool.ops import Delete, Deleted
 from stepwell.datapool.store.salvage import journals_in
 from stepwell.gateway.replicas import FORGET_HEADER
 from stepwell.layout import RUN_FILE
 from stepwell.run.connection import connect
-from stepwell.run.folder import GatewayPart, archive_folder, holder, journal_folder, live_run
+from stepwell.run.folder import (
+    GatewayPart,
+    archive_folder,
+    holder,
+    journal_folder,
+    live_run,
+    read_run,
+)
 
 
 async def delete(run_dir: Path, asked: Delete, exports: Sequence[Path] = ()) -> list[str]:
@@ -37,7 +44,7 @@ async def delete(run_dir: Path, asked: Delete, exports: Sequence[Path] = ()) -> 
 
     Raises:
         RunUnavailableError: `run_dir` is no run's folder, or its run is only starting.
-        JournalError: a stopped run's journal cannot be read or written.
+        JournalError: a stopped run's journal cannot be read or written, or has gone.
         DamagedFileError: a file of the run cannot be read, so that it could still hold it.
         ExportError: a file of `exports` is none of ours; those before it are written.
     """
@@ -57,7 +64,12 @@ async def delete(run_dir: Path, asked: Delete, exports: Sequence[Path] = ()) -> 
         archived = delete_archived(run_dir, asked, with_groups=True) if is_run else []
         # Also what came too late of these, and waits: its rows do not say whose it is.
         each = (asked, *map(Delete, archived))
-        found = delete_from_journals(journal_folder(run_dir), *each)
+        try:
+            found = delete_from_journals(journal_folder(run_dir), *each)
+        except NoJournalError:
+            if not (is_run and _keeps_nothing(run_dir)):
+                raise
+            found = Deleted()  # the trainer's copies remain
         uids = dict.fromkeys((*own, *found.trajectories, *found.leased))
     if is_run:
         files, gone = _from_files(run_dir, asked, uids, archived)
@@ -99,6 +111,12 @@ def delete_copied(
     copies = TrainerCopies(run_dir)
     gone = [] if kind == "tag" else copies.delete(kind, value, with_groups=with_groups)
     return [*dict.fromkeys((*gone, *copies.delete("trajectory", *dict.fromkeys(uids))))]
+
+
+def _keeps_nothing(run_dir: Path) -> bool:
+    """Whether the pool of the run in `run_dir` had no journal while it was alive."""
+    durability: str | None = read_run(run_dir).config.get("pool", {}).get("durability")
+    return durability == "none"
 
 
 def _kind_of(asked: Delete) -> tuple[Kind, str]:

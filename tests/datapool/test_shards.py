@@ -702,8 +702,9 @@ async def test_events_of_all_shards_are_one_stream(client, channel, make_step):
     (event,) = (await waiting).events
     assert (event.kind, event.prompt_uid) == ("dropped", prompts[0])
     assert (await client.get_events("elsewhere:7,elsewhere:9", channel)).lost
-    with pytest.raises(InvalidRequestError, match="pass one that the page before"):
-        await client.get_events("0:1")
+    for wrong in ("0:1", "elsewhere:²,elsewhere:9", f"elsewhere:{'9' * 5000},elsewhere:9"):
+        with pytest.raises(InvalidRequestError, match="pass one that the page before"):
+            await client.get_events(wrong)
 
 
 async def test_listings_and_dry_runs_go_through_all_shards(client, channel, make_step):

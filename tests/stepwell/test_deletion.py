@@ -172,3 +172,23 @@ def test_a_folder_without_a_journal_is_said(
 ) -> None:
     assert main(["data", "delete", str(tmp_path), "--tag", "ann"]) == 2
     assert "holds no journal" in capsys.readouterr().err
+
+
+def test_a_stopped_run_that_kept_no_journal_loses_the_trainers_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "pool.durability=none"]))
+    line = {"trajectory_uid": "a", "prompt_uid": "a", "user": "eve", "prompt": f"Keep {SECRET}"}
+    copies = tmp_path / "rollouts.jsonl"
+    copies.write_text(json.dumps(line) + "\n")
+    assert main(["data", "delete", str(tmp_path), "--user=eve"]) == 0
+    assert "copies of the trainer: deleted 1 trajectories: a" in capsys.readouterr().out
+    assert SECRET not in copies.read_text()
+
+
+def test_a_stopped_run_whose_journal_has_gone_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}"]))
+    assert main(["data", "delete", str(tmp_path), "--user=eve"]) == 2
+    assert "holds no journal" in capsys.readouterr().err

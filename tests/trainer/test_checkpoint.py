@@ -8,6 +8,10 @@ import random
 import re
 import resource
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -147,6 +151,30 @@ def test_a_score_that_comes_later_than_the_next_checkpoint_still_counts(tmp_path
     store.save(3, {})
     assert store.steps() == [1, 2, 3]
     assert CheckpointStore(tmp_path).scores() == {1: 0.7}
+
+
+def test_an_evaluation_is_scored_while_another_thread_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {})
+    ranked, both = CheckpointStore._ranked, threading.Barrier(2)
+
+    def look(self: CheckpointStore) -> list[int]:
+        with suppress(threading.BrokenBarrierError):  # one waits for the other to end
+            both.wait(0.5)
+        return ranked(self)
+
+    with ThreadPoolExecutor(1) as beside:
+        monkeypatch.setattr(CheckpointStore, "_ranked", look)
+        saved = beside.submit(store.save, 2, {})
+        until_there = time.monotonic() + 10
+        while 2 not in store.steps() and time.monotonic() < until_there:
+            time.sleep(0.01)
+        store.score(1, 0.5)
+        saved.result()
+    assert store.steps() == [2]
+    assert store.scores() == {1: 0.5}
 
 
 @pytest.mark.parametrize("died_after", ["the draft", "the first rename", "the second rename"])

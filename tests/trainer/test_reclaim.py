@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ import ray
 from stepwell.datapool import DataPoolClient, Step
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import PromptSource
-from stepwell.trainer.errors import DataExhaustedError
+from stepwell.trainer.errors import CheckpointError, DataExhaustedError
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.live import Traffic
 from stepwell.trainer.reclaim import ISSUED, reclaim, settle_former
@@ -226,3 +227,19 @@ async def test_traffic_that_the_surviving_ledger_trained_is_not_leased_again(
     await Traffic(pool, ledger, min_n=1).resume({"trained": {}}, version=1)
     assert await live(pool) == {"void", "new"}
     ledger.close()
+
+
+async def test_generation_fails_if_it_can_not_follow_what_the_pool_drops(
+    pool: DataPoolClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what was dropped would keep its place for ever, and its prompt never come back."""
+
+    async def fails(*args: object, **options: object) -> None:
+        raise CheckpointError("the ledger cannot be written")
+
+    monkeypatch.setattr(pool, "get_events", fails)
+    config = RolloutConfig(agent="nobody:agent", min_n=1)
+    producer = Producer(config, cast(PromptSource, Source()), pool, [], Ledger())
+    async with producer.running() as generation:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            await asyncio.wait_for(generation, 10)

@@ -203,8 +203,9 @@ class Producer(GroupProducer):
         not take may come back when all prompts were drawn. The yielded task fails if generation
         does."""
         self._drained.clear()
-        task = self._generation = asyncio.create_task(self._run(limit), name="producer")
         drops = asyncio.create_task(self._follow_drops(), name="drops")
+        generation = self._run_beside(drops, limit)
+        task = self._generation = asyncio.create_task(generation, name="generation")
         try:
             yield task
         finally:
@@ -271,6 +272,19 @@ class Producer(GroupProducer):
                 "command again"
             )
         return uids
+
+    async def _run_beside(self, drops: asyncio.Task[None], limit: int | None) -> None:
+        """As `_run`; fails also if `drops` does, for then what the pool drops would keep its place
+        and its prompt."""
+        run = asyncio.create_task(self._run(limit), name="producer")
+        try:
+            await asyncio.wait({run, drops}, return_when=asyncio.FIRST_COMPLETED)
+            if drops.done():
+                drops.result()
+            await run
+        finally:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
 
     async def _run(self, limit: int | None) -> None:
         numbers = iter(count() if limit is None else range(limit))
