@@ -28,7 +28,7 @@ from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout.worker import COMPLETE
-from stepwell.trainer.samples import validation_samples
+from stepwell.trainer.samples import read_samples, validation_samples, write_samples
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
 from tests.builders import step
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
@@ -364,6 +364,21 @@ async def test_the_further_keys_may_be_numpys_or_what_json_has_no_form_for(
         "reward_extra/share": 0.5,
         "reward/missing": 0.0,
     }
+
+
+async def test_what_a_reply_nests_ends_no_run(make: Any, write: Any, tmp_path: Path) -> None:
+    body = "import json; return {'score': 0, 'read': json.loads('[' * 600 + '1' + ']' * 600)}"
+    async with scoring(write(body)) as scorer:
+        groups = await scorer.score([make("4")])
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    rows = validation_samples(groups, tokenizer.decode, step=1, version=0)
+    write_samples(tmp_path / "step_1.jsonl", rows)
+    ((row,), read) = read_samples(tmp_path / "step_1.jsonl"), groups[0].trajectories[0]
+    inner: Any = row["reward_extra_info"]["read"]
+    while isinstance(inner, list):
+        (inner,) = inner
+    assert inner.strip("[]") == "1"
+    assert read.metadata[EXTRA] == row["reward_extra_info"]
 
 
 async def test_keys_that_make_no_metric_end_no_run(make: Any, write: Any) -> None:
