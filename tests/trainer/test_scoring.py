@@ -324,6 +324,34 @@ async def test_a_reply_that_nobody_saw_is_not_scored(make: Any, write: Any, enco
     assert row["reply"] == "four"
 
 
+@pytest.mark.parametrize(("branches", "scored"), [(("main",), "four"), (None, "a title")])
+async def test_a_side_call_that_comes_last_is_not_scored_where_such_are_not_trained(
+    make: Any, write: Any, encode: Any, tmp_path: Path, branches: Any, scored: str
+) -> None:
+    (trajectory,) = make("four").trajectories
+    worked = [replace(s, metadata={"tool_calls": 1}) for s in trajectory.steps]
+    title = step([9], encode("a title"), "p1-t0", 2, prompt_uid="p1", finish_reason="length")
+    asked = replace(make(), trajectories=(replace(trajectory, steps=(*worked, title)),))
+    body = "return {'score': 1.0, 'seen': [solution_str, extra_info['truncated']]}"
+    scorer = Scorer(write(body), MODEL, branches=branches)
+    (group,) = await scorer.score([asked])
+    await scorer.aclose()
+    assert group.trajectories[0].metadata[EXTRA]["seen"] == [scored, scored == "a title"]
+    (tmp_path / "slimes.py").write_text(
+        "def custom_rm(args, sample):\n"
+        "    return {'score': 1.0, 'seen': [sample.response, sample.tokens, sample.status.value]}\n"
+    )
+    scorer = Scorer(f"{tmp_path / 'slimes.py'}:custom_rm", MODEL, branches=branches)
+    (group,) = await scorer.score([asked])
+    await scorer.aclose()
+    ids, status = ([1], "completed") if branches else ([9], "truncated")
+    assert group.trajectories[0].metadata[EXTRA]["seen"] == [
+        scored,
+        [*ids, *encode(scored)],
+        status,
+    ]
+
+
 async def test_without_a_reward_the_unscored_are_counted_and_the_run_told(make: Any) -> None:
     async with scoring(None) as scorer:
         assert rewards(await scorer.score([make("4", ("4", 1.0))], 1)) == [[1.0]]
