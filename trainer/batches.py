@@ -183,6 +183,8 @@ class Batches:
         self._notify_user = notify
         self._leased = 0
         """Batches that were asked for so far, those of before a resume included."""
+        self._wanted = 0
+        """Rollouts of the batch that was asked for last."""
         self._used_up = False
         """The conversations."""
         self._responses: tuple[float, int] | None = None
@@ -320,9 +322,8 @@ class Batches:
                 break
             self._filter.check_refills(refill)
             with self._phases("wait"):
-                more = await self._wait_leased(
-                    asyncio.create_task(self._take(self.channels[0], missing))
-                )
+                taking = asyncio.create_task(self._take(self.channels[0], missing))
+                more = await self._wait_leased(taking, missing)
             if more is None:
                 break
             coming = more
@@ -341,12 +342,16 @@ class Batches:
         return ask(*args)
 
     async def _wait_leased(
-        self, coming: asyncio.Task[Sequence[Group] | None]
+        self, coming: asyncio.Task[Sequence[Group] | None], wanted: int | None = None
     ) -> Sequence[Group] | None:
-        """Return what `lease` brings; while traffic stays away, tell the user what is missing."""
+        """Return what `coming` brings; while traffic stays away, tell the user what is missing.
+
+        Args:
+            wanted: groups of traffic that it takes; None: those of the batch asked for last.
+        """
         try:
             while self.producer.endless and not (await asyncio.wait({coming}, timeout=REPORT_S))[0]:
-                self._notify_user(await self._why_waiting())
+                self._notify_user(await self._why_waiting(wanted or self._wanted))
             return await coming
         finally:
             coming.cancel()
@@ -362,6 +367,7 @@ class Batches:
             self.producer.refund(n_sft)
             n_sft = 0
         wanted = {SFT: n_sft, TRAIN: self._lease_size - n_sft}
+        self._wanted = wanted[TRAIN]
         tasks = [
             asyncio.create_task(self._take(channel, n))
             for channel in self.channels
@@ -402,14 +408,14 @@ class Batches:
         """Groups that a batch is made of."""
         return self._filter.taken or self._batch_size
 
-    async def _why_waiting(self) -> str:
+    async def _why_waiting(self, wanted: int) -> str:
         """One line on what a trainer of traffic waits for, and what the pool holds."""
         stats = await self.channels[0].pool.get_statistics(TRAIN)
         groups, trajectories = stats["groups"], stats["trajectories"]
         still_open = trajectories["open"]
         remedy = " (each until POST /v1/complete_trajectory)" if still_open else ""
         return (
-            f"waiting for {self._lease_size} groups of traffic: {groups['ready']} are ready, "
+            f"waiting for {wanted} groups of traffic: {groups['ready']} are ready, "
             f"{groups['open']} open with {still_open} open trajectories{remedy}; the engines "
             f"serve version {self._progress.version}"
         )

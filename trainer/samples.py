@@ -49,7 +49,6 @@ from stepwell.datapool.sealed import damaged, end_of_lines, read_lines, sealed, 
 from stepwell.datapool.types import (
     Group,
     Step,
-    TokenIds,
     Trajectory,
     last_seen,
     mapping_in,
@@ -309,15 +308,21 @@ def _cut(text: str, most: int | None) -> str:
 
 
 def validation_samples(
-    groups: Iterable[Group], decode: Callable[..., Any], *, step: int, version: int
+    groups: Iterable[Group],
+    decode: Callable[..., Any],
+    *,
+    step: int,
+    version: int,
+    answer: Callable[[Trajectory], int] = lambda trajectory: last_seen(trajectory.steps),
 ) -> list[dict[str, Any]]:
     """One line per rollout, with `VALIDATION_TABLE_COLUMNS` and `reward_extra_info` as keys.
-    `reply` is the text of its last LLM call.
+    `reply` is the text that was scored.
 
     Args:
         decode: of the model's tokenizer.
         step: optimizer steps when the evaluation was begun.
         version: policy version that is evaluated.
+        answer: place of the step with that text.
     """
     return [
         {
@@ -325,15 +330,12 @@ def validation_samples(
             "step": step,
             "version": version,
             "question": question(task_of(group)),
-            "reply": str(decode(_reply(trajectory), skip_special_tokens=True)),
+            "reply": str(decode(scored.response_ids, skip_special_tokens=True)),
         }
         for group in groups
         for trajectory in group.trajectories
+        for scored in [trajectory.steps[answer(trajectory)]]
     ]
-
-
-def _reply(trajectory: Trajectory) -> TokenIds:
-    return trajectory.steps[last_seen(trajectory.steps)].response_ids
 
 
 def question(task: Mapping[str, Any]) -> str:

@@ -33,7 +33,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.types import Group, Trajectory, last_seen, mapping_in
+from stepwell.datapool.types import Group, Trajectory, mapping_in
+from stepwell.trainer.algorithms.branches import Kinds, answer
 from stepwell.trainer.config import OverlongBufferConfig, RewardConfig
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.plain import plain
@@ -43,7 +44,6 @@ from stepwell.trainer.rewards.manager import RewardManager
 from stepwell.trainer.rewards.overlong import punished
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
-    is_clipped,
     task_of,
     tool_use,
     trajectory_metrics,
@@ -84,6 +84,7 @@ class Scorer:
         overlong: what is taken off the rewards of long trajectories, whoever gave them.
         skip_special_tokens: leave them out of that text.
         flat_rewards: is shown what was scored for training; None: nobody is warned.
+        branches: kinds of calls that are trained; None: all of them.
 
     Raises:
         RewardLoadError: the reward cannot be found or made.
@@ -97,8 +98,10 @@ class Scorer:
         *,
         skip_special_tokens: bool = True,
         flat_rewards: FlatRewards | None = None,
+        branches: Kinds | None = None,
     ) -> None:
         self._flat = flat_rewards
+        self._branches = branches
         self._overlong = overlong
         config = RewardConfig(function=reward) if isinstance(reward, str) else reward
         # Without a section the usual data sets are scored by their usual rewards.
@@ -141,6 +144,10 @@ class Scorer:
         if min_rollouts is not None:
             self._watch(groups, scored)
         return scored
+
+    def answer(self, trajectory: Trajectory) -> int:
+        """Place of the step whose response is scored as the trajectory's answer."""
+        return answer(trajectory.steps, self._branches)
 
     def see(self, groups: Sequence[Group]) -> None:
         """These were scored for the optimizer step that is recorded next: `FlatRewards` looks."""
@@ -217,9 +224,10 @@ class Scorer:
             for s in trajectory.steps
         ]
         length = sum(len(s.response_ids) for s in trajectory.steps)
+        at = self.answer(trajectory)
         return RewardSample(
             data_source=str(task.get("data_source", "")),
-            solution_str=responses[last_seen(trajectory.steps)],
+            solution_str=responses[at],
             ground_truth=task.get("answer"),
             extra_info={
                 **TOOLS,
@@ -231,11 +239,12 @@ class Scorer:
                 "responses": responses,
                 "num_turns": len(responses),
                 "response_length": length,
-                "truncated": is_clipped(trajectory),
+                "truncated": trajectory.steps[at].finish_reason == "length",
                 "agent_reward": trajectory.reward,
             },
             group=group.prompt_uid,
             trajectory=trajectory,
+            answer=at,
         )
 
     def _watch(self, groups: Sequence[Group], scored: Sequence[Group]) -> None:

@@ -240,7 +240,7 @@ class Updater:
             mask = heard
             metrics["policy/superseded_share"] = 1 - float(heard.mean())
         if algorithm.loss.mask_truncated:
-            whole = untruncated(batch.steps, batch.lengths)
+            whole = untruncated(batch.steps, batch.lengths, self._branches)
             mask = whole if mask is None else mask * whole
             metrics["policy/truncated_share"] = 1 - float(whole.mean())
         work = of_kinds(batch.steps, batch.lengths, self._branches) if self._branches else None

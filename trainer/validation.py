@@ -280,7 +280,8 @@ class Validator(ABC):
 
     def _samples(self, groups: Sequence[Group], policy: Policy) -> list[dict[str, Any]]:
         decode = tokenizer_at(self._tokenizer_path).decode
-        return validation_samples(groups, decode, step=policy.step, version=policy.version)
+        step, version, answer = policy.step, policy.version, self._scorer.answer
+        return validation_samples(groups, decode, step=step, version=version, answer=answer)
 
 
 class TaskValidator(Validator):

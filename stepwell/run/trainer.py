@@ -82,6 +82,7 @@ def build_trainer(
             samples_path(config.run.dir, 0),
             within_group=config.algorithm.estimator.group_baseline,
         ),
+        branches=config.rollout.trained_branches,
     )
     channels: list[TrainedChannel] = []
     validator: Validator

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from stepwell.datapool.types import Step
-from stepwell.trainer.algorithms.branches import kinds, of_kinds
+from stepwell.datapool.types import DUPLICATE_OF, Step
+from stepwell.trainer.algorithms.branches import answer, kinds, of_kinds
 from stepwell.trainer.config import RolloutConfig
 
 BASE = 100
@@ -51,6 +52,17 @@ def test_titles_summaries_and_probes_are_side_calls_wherever_they_come() -> None
         ("q", None, probe), ("t", None, NO_TOOLS), ("a", None), ("s", None, NO_TOOLS), ("a", 2)
     )
     assert kinds(steps) == ["side", "side", "main", "side", "main"]
+
+
+def test_the_answer_is_the_last_reply_of_main_where_side_calls_are_not_trained() -> None:
+    steps = tree(("a", None), ("b", None), ("a", 0), ("b", 1), ("t", None, NO_TOOLS))
+    assert kinds(steps) == ["main", "sub_agent", "main", "sub_agent", "side"]
+    assert answer(steps, ("main", "sub_agent")) == answer(steps, ["main"]) == 2
+    assert answer(steps, None) == answer(steps, ("main", "sub_agent", "side")) == 4
+    lost = replace(steps[2], metadata={**steps[2].metadata, DUPLICATE_OF: 0})
+    assert answer([*steps[:2], lost, *steps[3:]], ["main"]) == 0
+    only = tree(("t", None, NO_TOOLS), ("s", None, NO_TOOLS))
+    assert answer(only, ["main"]) == 1, "all that it did is main"
 
 
 def test_a_sub_agent_works_while_main_goes_on_and_a_compacted_conversation_is_main() -> None:

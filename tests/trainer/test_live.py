@@ -114,6 +114,25 @@ async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
     )
 
 
+def unmarked(args: Any, samples: list[Any]) -> bool:
+    return "odd" not in samples[0].metadata
+
+
+async def test_a_batch_that_is_filled_up_says_how_many_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.trainer.batches.REPORT_S", 0.1)
+    said: asyncio.Queue[str] = asyncio.Queue()
+    config = live_config(tmp_path, f"sampling.filters=[slime_filter({__name__}:unmarked)]")
+    async with small_run(config, notify=said.put_nowait) as run:
+        await brings(run.pool, of_each={"odd": True})
+        await brings(run.pool)
+        training = asyncio.create_task(run.train(1))
+        assert "waiting for 1 groups of traffic: 0 are ready" in await said.get()
+        await brings(run.pool)
+        await training
+
+
 async def test_a_trainer_that_waits_for_open_conversations_says_what_ends_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,6 +210,24 @@ def test_a_reply_that_nobody_saw_is_not_the_one_that_was_cut_off(tmp_path: Path)
     assert torch.equal(prepared.batch.columns["coef"] != 0, first)
 
 
+@pytest.mark.parametrize("kinds", ["main", "all"])
+def test_a_side_call_that_was_cut_off_leaves_a_trajectory_whole_where_it_is_not_trained(
+    tmp_path: Path, kinds: str
+) -> None:
+    def cut(t: Trajectory) -> Trajectory:
+        *others, last = t.steps
+        return replace(
+            t, steps=(*others, replace(last, finish_reason="length") if others else last)
+        )
+
+    batch = [with_side_call(g) for g in groups()]
+    batch = [replace(g, trajectories=tuple(map(cut, g.trajectories))) for g in batch]
+    keys = (f"rollout.train_branches={kinds}", "algorithm.loss.mask_truncated=true")
+    with updater_of(tmp_path, *keys) as updater:
+        share = updater.prepare(batch).metrics["policy/truncated_share"]
+    assert (share == 0) is (kinds == "main")
+
+
 def with_side_call(group: Group) -> Group:
     """The last call of each trajectory is one of its own, offered no tools."""
 

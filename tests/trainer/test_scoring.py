@@ -28,7 +28,7 @@ from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.rollout.worker import COMPLETE
-from stepwell.trainer.samples import validation_samples
+from stepwell.trainer.samples import read_samples, validation_samples, write_samples
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
 from tests.builders import step
 from tests.trainer.small_run import RecordingBackend, small_config, small_run
@@ -324,6 +324,34 @@ async def test_a_reply_that_nobody_saw_is_not_scored(make: Any, write: Any, enco
     assert row["reply"] == "four"
 
 
+@pytest.mark.parametrize(("branches", "scored"), [(("main",), "four"), (None, "a title")])
+async def test_a_side_call_that_comes_last_is_not_scored_where_such_are_not_trained(
+    make: Any, write: Any, encode: Any, tmp_path: Path, branches: Any, scored: str
+) -> None:
+    (trajectory,) = make("four").trajectories
+    worked = [replace(s, metadata={"tool_calls": 1}) for s in trajectory.steps]
+    title = step([9], encode("a title"), "p1-t0", 2, prompt_uid="p1", finish_reason="length")
+    asked = replace(make(), trajectories=(replace(trajectory, steps=(*worked, title)),))
+    body = "return {'score': 1.0, 'seen': [solution_str, extra_info['truncated']]}"
+    scorer = Scorer(write(body), MODEL, branches=branches)
+    (group,) = await scorer.score([asked])
+    await scorer.aclose()
+    assert group.trajectories[0].metadata[EXTRA]["seen"] == [scored, scored == "a title"]
+    (tmp_path / "slimes.py").write_text(
+        "def custom_rm(args, sample):\n"
+        "    return {'score': 1.0, 'seen': [sample.response, sample.tokens, sample.status.value]}\n"
+    )
+    scorer = Scorer(f"{tmp_path / 'slimes.py'}:custom_rm", MODEL, branches=branches)
+    (group,) = await scorer.score([asked])
+    await scorer.aclose()
+    ids, status = ([1], "completed") if branches else ([9], "truncated")
+    assert group.trajectories[0].metadata[EXTRA]["seen"] == [
+        scored,
+        [*ids, *encode(scored)],
+        status,
+    ]
+
+
 async def test_without_a_reward_the_unscored_are_counted_and_the_run_told(make: Any) -> None:
     async with scoring(None) as scorer:
         assert rewards(await scorer.score([make("4", ("4", 1.0))], 1)) == [[1.0]]
@@ -364,6 +392,21 @@ async def test_the_further_keys_may_be_numpys_or_what_json_has_no_form_for(
         "reward_extra/share": 0.5,
         "reward/missing": 0.0,
     }
+
+
+async def test_what_a_reply_nests_ends_no_run(make: Any, write: Any, tmp_path: Path) -> None:
+    body = "import json; return {'score': 0, 'read': json.loads('[' * 600 + '1' + ']' * 600)}"
+    async with scoring(write(body)) as scorer:
+        groups = await scorer.score([make("4")])
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    rows = validation_samples(groups, tokenizer.decode, step=1, version=0)
+    write_samples(tmp_path / "step_1.jsonl", rows)
+    ((row,), read) = read_samples(tmp_path / "step_1.jsonl"), groups[0].trajectories[0]
+    inner: Any = row["reward_extra_info"]["read"]
+    while isinstance(inner, list):
+        (inner,) = inner
+    assert inner.strip("[]") == "1"
+    assert read.metadata[EXTRA] == row["reward_extra_info"]
 
 
 async def test_keys_that_make_no_metric_end_no_run(make: Any, write: Any) -> None:

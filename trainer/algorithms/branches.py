@@ -16,16 +16,17 @@ Trained tokens of every tree share the trajectory's advantage; others count nowh
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from stepwell.datapool.branches import parents
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import Step, last_seen, superseded
 from stepwell.trainer.config.rollout import BranchKind
 
 Kinds: TypeAlias = Collection[BranchKind]
+ALL: frozenset[BranchKind] = frozenset(get_args(BranchKind))
 
 
 def kinds(steps: Sequence[Step]) -> list[BranchKind]:
@@ -75,6 +76,17 @@ def of_kinds(steps: Sequence[Step], lengths: Tensor, wanted: Kinds) -> Tensor | 
         for i, kind in zip(ordered, kinds([steps[i] for i in ordered]), strict=True):
             kept[i] = float(kind in wanted)
     return torch.tensor(kept).repeat_interleave(lengths) if 0.0 in kept else None
+
+
+def answer(steps: Sequence[Step], wanted: Kinds | None) -> int:
+    """Place of the call of one trajectory, whose steps are in order, that holds its answer: the
+    last reply that was seen; of `main`, where not all kinds are `wanted` (None: they are)."""
+    last = last_seen(steps)
+    if wanted is None or set(wanted) == ALL:
+        return last
+    unseen, of = superseded(steps), kinds(steps)
+    main = (i for i, kind in enumerate(of) if kind == "main" and steps[i].step_index not in unseen)
+    return max(main, default=last)
 
 
 def _offered(step: Step) -> bool:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
-from stepwell.datapool.types import Step, last_seen, superseded
+from stepwell.datapool.types import Step, superseded
+from stepwell.trainer.algorithms.branches import Kinds, answer
 from stepwell.trainer.algorithms.kl import KlConfig, kl_estimate
 from stepwell.trainer.algorithms.off_policy.correction import TokenWeights
 from stepwell.trainer.algorithms.policy_losses.base import (
@@ -71,11 +72,16 @@ def loss_columns(
     return columns
 
 
-def untruncated(steps: Sequence[Step], lengths: Tensor) -> Tensor:
-    """The mask of `mask_truncated`, [T]: 0 on a trajectory whose last reply was cut off at the
-    token limit, whoever scored it. Source: overlong filtering, DAPO, arXiv:2503.14476 §3.4."""
+def untruncated(steps: Sequence[Step], lengths: Tensor, branches: Kinds | None = None) -> Tensor:
+    """The mask of `mask_truncated`, [T]: 0 on a trajectory whose answer was cut off at the token
+    limit, whoever scored it. Source: overlong filtering, DAPO, arXiv:2503.14476 §3.4.
+
+    Args:
+        lengths: response tokens of each step, [S].
+        branches: kinds of calls that are trained; None: all of them.
+    """
     last = {
-        uid: own[last_seen(own)]
+        uid: own[answer(own, branches)]
         for uid, of in _by_trajectory(steps).items()
         for own in [sorted(of, key=lambda s: s.step_index)]
     }

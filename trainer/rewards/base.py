@@ -49,6 +49,8 @@ class RewardSample:
     """Samples of one group are told by it: the prompt_uid."""
     trajectory: Trajectory | None = None
     """Trajectory as sampled, for functions that want tokens, and for the number of steps."""
+    answer: int = -1
+    """Place of the step whose response is `solution_str`."""
 
 
 @dataclass(frozen=True, slots=True)

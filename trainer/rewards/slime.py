@@ -5,9 +5,9 @@
 
 `sample` is slime's `Sample` where slime is installed, else `SlimeSample` with the same fields:
 prompt, response (the last one), label, metadata, status, tokens, loss_mask, …; of a trajectory of
-several branches, the last. One that a generate function of slime's form made has the whole
-response, and what else that function set. `args` has the configured kwargs. Source: slime 0.3.1,
-`slime/rollout/rm_hub/__init__.py`, `docs/en/get_started/customization.md`.
+several branches, those of the one with that response. One that a generate function of slime's form
+made has the whole response, and what else that function set. `args` has the configured kwargs.
+Source: slime 0.3.1, `slime/rollout/rm_hub/__init__.py`, `docs/en/get_started/customization.md`.
 """
 
 from __future__ import annotations
@@ -67,4 +67,6 @@ def _tokens(scored: RewardSample) -> SlimeSample:
         return SlimeSample(status=SlimeSample.Status.COMPLETED)
     *earlier, last = trajectory.steps
     asked = replace(trajectory, steps=(*earlier, replace(last, reward=0.0)), metadata={})
-    return to_samples([Group(trajectory.prompt_uid, (asked,))], inputs=not_trained).flat[-1]
+    made = to_samples([Group(trajectory.prompt_uid, (asked,))], inputs=not_trained).flat
+    index = trajectory.steps[scored.answer].step_index
+    return next((s for s in made if index in s.metadata["step_indices"]), made[-1])

@@ -9,8 +9,8 @@ sampled token is left out: nothing was conditioned on it.
 
 Log-probs are the sample's own, or those of the calls whose responses stand in the sequence; a Step
 of which neither is known has none. Versions are those of the calls, else the sample's
-`weight_versions`. Pure. Does not own: running the function (`generate.py`), the calls
-(`engine_address.py`).
+`weight_versions`: one for each Step, or the oldest. Pure. Does not own: running the function
+(`generate.py`), the calls (`engine_address.py`).
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ def steps_of(
     runs = list(zip(edges[::2], edges[1::2], strict=True))
     ended: FinishReason = "length" if sample.status == type(sample).Status.TRUNCATED else "stop"
     steps: list[Step] = []
-    for start, end in runs:
+    for number, (start, end) in enumerate(runs):
         spans = found.spans(start, end)
-        version = min(s.version for s in spans) if spans else _version(sample, calls)
+        version = min(s.version for s in spans) if spans else None
+        if version is None:
+            version = _version(sample, calls, number, len(runs))
         params = found.sampling_params(start)
         log_probs = found.log_probs(start, end) if own is None else own[start:end]
         steps.append(
@@ -184,8 +186,12 @@ def _find(
     return None
 
 
-def _version(sample: Any, calls: Sequence[EngineCall]) -> int:
-    """The oldest version that may have sampled what no call accounts for.
+def _version(sample: Any, calls: Sequence[EngineCall], number: int, n_runs: int) -> int:
+    """The version of a run of ones that no call accounts for: its own, where the sample names one
+    for each; else the oldest that may have sampled it.
+
+    Args:
+        number: of the run, among `n_runs`.
 
     Raises:
         RolloutError: there is none.
@@ -194,6 +200,8 @@ def _version(sample: Any, calls: Sequence[EngineCall]) -> int:
         versions = [version_number(version) for version in sample.weight_versions]
     except ValueError as e:
         raise RolloutError(f"sample.weight_versions: {e}") from e
+    if len(versions) == n_runs:
+        return versions[number]
     versions = versions or [span.version for call in calls for span in call.spans]
     if not versions:
         raise RolloutError(
