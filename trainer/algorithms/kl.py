@@ -49,12 +49,12 @@ class KlConfig(Section):
 
     @model_validator(mode="after")
     def _has_its_place(self) -> KlConfig:
-        if self.place == "none":
+        if self.place == "none" and "place" not in self.model_fields_set:  # else it is turned off
             for name in ("kl_coef", "target_kl", "estimator", "horizon"):
                 if (given := getattr(self, name)) != type(self).model_fields[name].default:
                     raise ValueError(
-                        f"{name} is {given!r} with place 'none', where no reference holds the "
-                        "policy; set place to 'loss' or 'reward', or leave it out"
+                        f"{name} is {given!r}, but place is not set, and no reference holds the "
+                        "policy; set place to 'loss' or 'reward' (or to 'none', to turn it off)"
                     )
         if self.place == "reward" and self.estimator.endswith("+"):
             raise ValueError(
