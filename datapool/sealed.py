@@ -21,7 +21,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import orjson
+import psutil
 from xxhash import xxh3_64_hexdigest
 
 from stepwell.datapool.errors import DamagedFileError
@@ -40,7 +43,9 @@ _SEAL = b'"digest":"%s"}\n'
 _SEAL_BYTES = len(_SEAL % bytes(16))
 _SEAL_AND_MORE = re.compile(rb'"digest":"[0-9a-f]{16}"\}.\Z', re.DOTALL)
 _SEAL_END = re.compile(rb'"digest":"[^"]{16}"\}\n\Z', re.DOTALL)
-_DRAFT = re.compile(r"\.(\d+)-\d+\.tmp\Z")
+_DRAFT = re.compile(r"\.(\d+@.+)-\d+\.tmp\Z")
+LEFT_S = 86_400.0
+"""Age at which a draft of another machine was left by whoever wrote it."""
 _SIDECAR_LINE = re.compile(rb"([0-9a-f]{64})  [^\n]+\n")
 
 
@@ -58,8 +63,7 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
 def written_durably(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """A file to be written, which appears as `path` at the end of the block, durably; if the block
     raises, nothing does. Until then it is `PATH.….tmp`, which `remove_drafts` knows."""
-    writer = f"{os.getpid()}-{threading.get_native_id()}"
-    draft = path.with_name(f"{path.name}.{writer}.tmp")
+    draft = path.with_name(f"{path.name}.{this_writer()}-{threading.get_native_id()}.tmp")
     mode = 0o600 if private else 0o666
     try:
         with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -74,21 +78,35 @@ def written_durably(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what processes of this machine that are gone were writing below `folder` when they
-    were killed."""
+    """Remove what processes were writing below `folder` when they were killed."""
     for draft in folder.rglob("*.tmp"):
-        if (writer := _DRAFT.search(draft.name)) is not None and not _is_alive(int(writer[1])):
+        if (writer := _DRAFT.search(draft.name)) is not None and was_killed(writer[1], draft):
             draft.unlink(missing_ok=True)
 
 
-def _is_alive(pid: int) -> bool:
+def this_writer() -> str:
+    """Name of this process among all that write into a folder: its number, and its machine, or the
+    namespace of processes where there are some, since a container's have numbers of their own."""
+    return f"{os.getpid()}@{_machine()}"
+
+
+def was_killed(writer: str, draft: Path) -> bool:
+    """Return true if the writer of a draft, by its `this_writer`, was killed. Of another machine,
+    which shares the folder, it cannot be told: its draft has to be a day old."""
+    pid, _, machine = writer.partition("@")
+    if machine == _machine():
+        return not psutil.pid_exists(int(pid))
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return time.time() - draft.stat().st_mtime > LEFT_S
+    except FileNotFoundError:  # it is finished
         return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
+
+
+def _machine() -> str:
+    try:
+        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 def fsync(path: Path) -> None:

@@ -26,7 +26,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -35,7 +34,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import psutil
 from safetensors import SafetensorError
 
 from stepwell.backends.errors import VersionNotKeptError, WeightsNotWrittenError
@@ -46,6 +44,8 @@ from stepwell.datapool.sealed import (
     read_sealed,
     seal,
     sealed_json,
+    this_writer,
+    was_killed,
     write_sealed,
 )
 
@@ -65,10 +65,7 @@ HISTORY = ((3600, 86_400), (86_400, 7 * 86_400))
 hour for a day, one a day for a week."""
 Keep: TypeAlias = int | Literal["history"]
 _VERSION_DIR = re.compile(r"^v(\d+)$")
-_DRAFT = re.compile(r"^\.tmp-(\d+)@(.+)-[^-]+$")
-LEFT_S = 86_400.0
-"""Age of a draft of another machine at which nobody writes it any more: its processes are not seen
-here."""
+_DRAFT = re.compile(r"^\.tmp-(\d+@.+)-[^-]+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,27 +306,13 @@ def draft_name(what: str) -> str:
     Args:
         what: without "-".
     """
-    return f".tmp-{os.getpid()}@{_machine()}-{what}"
-
-
-def _machine() -> str:
-    """Host, and where there are some the namespace of processes: a container's have numbers of
-    their own."""
-    try:
-        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
+    return f".tmp-{this_writer()}-{what}"
 
 
 def _is_left(draft: Path) -> bool:
     """Return true if the writer of a draft was killed, as far as it can be told."""
     writer = _DRAFT.match(draft.name)
-    if writer is not None and writer[2] == _machine():
-        return not psutil.pid_exists(int(writer[1]))
-    try:
-        return time.time() - draft.stat().st_mtime > LEFT_S
-    except FileNotFoundError:  # it is a version now
-        return False
+    return was_killed("" if writer is None else writer[1], draft)
 
 
 def _renamed(draft: Path, target: Path) -> bool:
