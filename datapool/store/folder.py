@@ -133,6 +133,7 @@ def journal_exists(folder: Path) -> bool:
 def make_folder(folder: Path) -> list[Path]:
     """Creates `folder`, for its owner only; returns the parents that got a new entry."""
     try:
+        finish_salvages(folder.parent)
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
@@ -141,6 +142,25 @@ def make_folder(folder: Path) -> list[Path]:
             "set pool.journal_dir to one that can be written"
         ) from e
     return [path.parent for path in missing]
+
+
+SALVAGED = "salvaged"
+"""Folder with a usable journal, in one of salvage's own beside the damaged journal: once it is
+whole, that is moved aside, and it takes its place."""
+
+
+def finish_salvages(parent: Path) -> None:
+    """Put the journals in their places in `parent` whose salvage was killed in between."""
+    for made in parent.glob(f".*-*/{SALVAGED}"):
+        folder = parent / made.parent.name[1:].rpartition("-")[0]
+        if not folder.exists():
+            made.rename(folder)
+            made.parent.rmdir()
+            logger.warning(
+                "%s: a salvage was killed before its journal was in place, where it is now; what "
+                "was damaged is in the folder beside it",
+                folder,
+            )
 
 
 # --- locks ---

@@ -58,7 +58,9 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.selection import DOUBTFUL
 from stepwell.datapool.store.folder import (
     ACKED_NAME,
+    SALVAGED,
     LastCommit,
+    finish_salvages,
     journal_exists,
     make_folder,
     read_last_commit,
@@ -162,6 +164,8 @@ def journals_in(path: Path) -> list[Path]:
         NoJournalError: there is none.
     """
     path = path.absolute()
+    for folder in (path.parent, path, path / "pool"):
+        finish_salvages(folder)
     if (path / "pool").is_dir():
         path /= "pool"
     found = (p for p in path.glob(SHARDS) if p.is_dir() and "." not in p.name)
@@ -183,12 +187,13 @@ def _salvage(folder: Path) -> Salvaged:
     try:
         report = Salvaged(folder, damage)
         _rebuild(folder, scratch / "new", report)
+        made = (scratch / "new").rename(scratch / SALVAGED)
         aside, k = folder.with_name(f"{folder.name}.damaged"), 1
         while aside.exists():
             k += 1
             aside = folder.with_name(f"{folder.name}.damaged-{k}")
         folder.rename(aside)
-        (scratch / "new").rename(folder)
+        made.rename(folder)
         report.aside = aside
         return report
     except OSError as e:
@@ -196,7 +201,8 @@ def _salvage(folder: Path) -> Salvaged:
             raise
         raise JournalError(f"{folder}: no usable journal could be written beside it ({e})") from e
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if folder.exists():  # else the next one finishes it
+            shutil.rmtree(scratch, ignore_errors=True)
         os.close(lock)
 
 

@@ -259,6 +259,34 @@ def test_a_log_that_is_gone_says_that_nothing_can_be_saved(tmp_path: Path) -> No
     assert [path.name for path in folder.iterdir()] == [ACKED_NAME]
 
 
+@pytest.mark.parametrize("seen_by", ["a start", "a second salvage"])
+def test_a_salvage_that_is_killed_between_two_renames_is_finished_by_whoever_comes_next(
+    tmp_path: Path, seen_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "pool"
+    groups = fill(folder, closed=True)
+    flip(segment_path(folder, 1), segment_path(folder, 1).stat().st_size - 100)
+    if not (child := os.fork()):
+        rename = Path.rename
+
+        def killed(self: Path, target: Path) -> Path:
+            if target == folder:
+                os._exit(7)
+            return rename(self, target)
+
+        Path.rename = killed  # type: ignore[assignment,method-assign]
+        salvage(folder)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not folder.exists()
+    if seen_by == "a second salvage":
+        assert not salvage(tmp_path)[0].damage
+    assert held(folder) <= groups.keys()
+    assert len(held(folder)) >= len(groups) - 1
+    assert "was killed before its journal was in place" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pool", "pool.damaged"]
+
+
 def test_a_sound_journal_is_left_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "pool"
     groups = fill(folder, closed=True)
