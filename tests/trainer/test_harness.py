@@ -152,6 +152,15 @@ async def test_hidden_tests_come_over_what_the_agent_left(tmp_path: Path) -> Non
     assert await harness(tmp_path, "echo exit 0 > test.sh", grade=grade)(TASK, URL, "k") == 0.0
 
 
+async def test_hidden_tests_are_no_files_of_the_agents(tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    for i in range(99):
+        (tmp_path / "hidden" / f"{i}.py").write_text("assert True")
+    grade = {"command": ["sh", "-c", 'test "$(ls | wc -l)" = 99'], "files": tmp_path / "hidden"}
+    run = harness(tmp_path, "true", limits={"files": 50}, grade=grade)
+    assert await run(TASK, URL, "key") == 1.0
+
+
 @pytest.mark.parametrize("way", ["file", "folder"])
 async def test_a_link_that_the_agent_left_is_not_followed_out_of_the_folder(
     tmp_path: Path, way: str

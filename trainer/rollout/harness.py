@@ -247,7 +247,7 @@ class Rollout:
         self.why = ""
         """End of its log: the failure, if there was one."""
         self._own = (0, 0)
-        """Bytes and files that the template, or the image, has brought."""
+        """Bytes and files of the template, the image and the tests, which are not the agent's."""
         # Beside the folders that the agent may write: it is read here, links would be followed.
         self.log = root.with_name(f"{root.name}.log")
         self._runs = 0
@@ -289,8 +289,23 @@ class Rollout:
             file = self.home / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(self.fill_text(text))
-        own, files = self._own, _size(self.home)
-        self._own = (own[0] + files[0], own[1] + files[1])
+        self._add_own(self.home)
+
+    def _add_own(self, folder: Path) -> None:
+        """Count what has been brought here after the template. Raises OSError."""
+        (size, n), (more, n_more) = self._own, _size(folder)
+        self._own = (size + more, n + n_more)
+
+    def _bring(self, files: Path) -> None:
+        """Copy the files of grading over what the agent has left. Raises OSError."""
+        copy_over(files, self.work)
+        self._add_own(files)
+
+    def _bring_tests(self, harbor: HarborLayout) -> list[str]:
+        """Bring a Harbor task's tests; return the command that runs them. Raises OSError."""
+        command = harbor.bring_tests()
+        self._add_own(harbor.tests)
+        return command
 
     async def play(self, base_url: str, api_key: str) -> None:
         """Run the command; returns if what it has done is to be graded.
@@ -337,13 +352,13 @@ class Rollout:
         self.check_folders()
         if self.harbor is not None:
             with _room_needed(self.root):
-                command = await _to_the_end(in_thread(self.harbor.bring_tests))
+                command = await _to_the_end(in_thread(self._bring_tests, self.harbor))
             return await self.grade_by_harbor(self.harbor, command)
         if grade is None:
             return None
         if grade.files is not None:
             with _room_needed(self.work):
-                await _to_the_end(in_thread(copy_over, grade.files, self.work))
+                await _to_the_end(in_thread(self._bring, grade.files))
         if grade.command is not None:
             return await self.grade_by_command(grade)
         transcript = []
