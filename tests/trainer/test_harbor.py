@@ -269,6 +269,18 @@ async def test_files_of_the_tests_are_as_they_were_but_for_the_names_of_folders(
     assert await harness(tmp_path, r"printf 'one\r\ntwo\r\n' > said")(task, URL, "key") == 1.0
 
 
+async def test_a_process_is_told_its_own_folder_wherever_a_sentence_names_it(
+    tmp_path: Path,
+) -> None:
+    task = followed(tmp_path, "FROM x\n")
+    task["question"] = "Work in /app. Not /app.py, /app-2 or x/app; /app, (/app) and /app"
+    told = harness(tmp_path, 'printf %s "$1" | sed "s|$PWD|HERE|g"; echo')
+    assert await told(task, URL, "key") == 0.0
+    (log,) = (tmp_path / "logs").iterdir()
+    said = "Work in HERE. Not /app.py, /app-2 or x/app; HERE, (HERE) and HERE"
+    assert log.read_text().splitlines()[0] == said
+
+
 @pytest.mark.parametrize("written", ["[0.5]", "7", "{}", f'{{"reward": {10**400}}}'])
 async def test_a_reward_file_of_another_form_is_a_loss_that_says_so(
     tmp_path: Path, written: str
