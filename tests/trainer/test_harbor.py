@@ -335,6 +335,22 @@ def test_only_harbor_tasks_bring_the_image_of_a_container(kind: str) -> None:
             loaded(**sources)
 
 
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ("{command: [a], grade: {command: [pytest]}}", "grade"),
+        ("{command: [a], sandbox: {kind: docker, image: mine}}", "sandbox.image"),
+    ],
+)
+def test_what_harbor_tasks_bring_themselves_is_refused_beside_them(keys: str, name: str) -> None:
+    harbor = f"{{kind: harbor, path: {TASKS}}}"
+    given = ["model.path=examples/quickstart/model", f"rollout.harness={keys}"]
+    with pytest.raises(ConfigError, match=rf"rollout.harness.{name} is given, but Harbor tasks"):
+        load_config(None, [*given, f"data={{train: {harbor}}}"])
+    rows = "{kind: jsonl, path: tasks.jsonl}"
+    assert load_config(None, [*given, f"data={{train: {harbor}, val: {rows}}}"])
+
+
 def test_a_container_gets_no_key_by_its_command_line_and_its_program_its_users_home(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
