@@ -623,7 +623,12 @@ BAD: Mapping[str, tuple[dict[str, Any] | str, str]] = {
     "home": ({"command": ["a"], "files": {"/etc/x": ""}}, "name files by their path in the home"),
     "codes": ({"command": ["a"], "gave_up": [3], "infrastructure": [3]}, "both hold 3"),
     "success": ({"command": ["a"], "gave_up": [0]}, "holds 0, which is success"),
-    "no_image": ({"command": ["a"], "sandbox": {"image": "x"}}, "which has none"),
+    "no_image": ({"command": ["a"], "sandbox": {"image": "x"}}, "image is 'x'.* which has none"),
+    "no_network": (
+        {"command": ["a"], "sandbox": {"kind": "bubblewrap", "network": "none"}},
+        "network is 'none', but kind is 'bubblewrap', which has none of its own",
+    ),
+    "no_cpus": ({"command": ["a"], "sandbox": {"cpus": 2}}, "cpus is 2.0, but kind is 'process'"),
     "grade": ({"command": ["a"], "grade": {}}, "give one of them"),
     "file": ({"command": ["a"], "grade": {"command": ["b"], "file": "/r"}}, "inside the work"),
 }
