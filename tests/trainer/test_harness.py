@@ -659,6 +659,13 @@ def test_what_is_not_here_is_refused_before_anything_is_started(
         load_agent("harness", None, HarnessConfig.model_validate(shell("true") | keys))
 
 
+def test_arguments_that_no_agent_is_given_are_refused() -> None:
+    config = HarnessConfig.model_validate(shell("true"))
+    for agent, harness in (("harness", config), ("examples/tools/tools.yaml", None)):
+        with pytest.raises(RolloutError, match=r"rollout\.agent_args is \{'turns': 3\}: only func"):
+            load_agent(agent, {"turns": 3}, harness)
+
+
 def test_a_preset_that_is_not_installed_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
