@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from pydantic import ValidationError
@@ -99,6 +100,7 @@ GRADED = {"command": ["sh", "-c", 'test "$(cat answer)" = {task.answer}']}
         ("true", {"command": ["sh", "-c", "echo 0.25 > r"], "file": "r"}, 0.25),
         ("echo 9 > r", {"command": ["sh", "-c", "echo -1 > r; exit 3"], "file": "r"}, -1.0),
         ("echo 5 > answer", f"{__file__}:grade", 0.5),
+        ("true", f"{__file__}:grade_by_numpy", 0.5),
         ("true", None, None),
     ],
 )
@@ -112,6 +114,18 @@ async def test_a_reward_is_what_the_grader_says(
 
 def grade(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any]) -> float:
     return 0.5 if (folder / "answer").read_text().strip() == task["answer"] else 0.0
+
+
+def grade_by_numpy(folder: Path, transcript: Any, task: Any) -> Any:
+    return np.float32(0.25) * np.int64(2)
+
+
+def grade_by_far(folder: Path, transcript: Any, task: Any) -> Any:
+    return 10**5000
+
+
+def grade_by_truth(folder: Path, transcript: Any, task: Any) -> Any:
+    return True
 
 
 def fails(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any]) -> float:
@@ -271,6 +285,8 @@ def left_nothing(tmp_path: Path) -> None:
         ({"command": ["true"], "file": "r"}, "grading: no r was written"),
         ({"command": ["sh", "-c", "echo nan > r"], "file": "r"}, "write a finite number"),
         (f"{__file__}:fails", "grading: .*: KeyError: 'none'"),
+        (f"{__file__}:grade_by_far", r"returned a number \(int\); return a number within ±1e\+09"),
+        (f"{__file__}:grade_by_truth", r"returned True \(bool\); return a number"),
     ],
 )
 async def test_what_cannot_be_graded_has_no_score(tmp_path: Path, grade: Any, why: str) -> None:

@@ -51,6 +51,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from stepwell.backends.processes import Bounds, Ended, Job, Limits, last_lines, run_job
 from stepwell.datapool import dotted
+from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.trainer.config.harness import PLACEHOLDER, GradeConfig, HarnessConfig, HarnessLimits
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError, shown
@@ -377,11 +378,14 @@ class Rollout:
             raise HarnessError(why) from e
         except Exception as e:  # foreign code: no score is not 0
             raise HarnessError(f"grading: {grade.function}: {type(e).__name__}: {shown(e)}") from e
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        if reward is None:
+            return None
+        if isinstance(reward, bool) or not is_reward(reward):
             raise HarnessError(
-                f"grading: {grade.function} returned a {type(reward).__name__}; return a number"
+                f"grading: {grade.function} returned {shown(reward) or 'a number':.80} "
+                f"({type(reward).__name__}); return a number within ±{MAX_REWARD:g}"
             )
-        return None if reward is None else float(reward)
+        return float(reward)
 
     def fill(self, texts: Sequence[str]) -> list[str]:
         return [self.fill_text(text) for text in texts]
