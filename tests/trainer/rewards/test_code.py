@@ -222,6 +222,21 @@ async def test_a_machine_that_can_start_no_process_is_asked_again_whether_it_iso
     assert (await paid("x = 1", ["assert x"]))["score"] == 1.0
 
 
+async def test_a_machine_on_which_unshare_can_start_nothing_is_asked_again_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolates = namespaces_work()
+    namespaces_work.cache_clear()
+    unshare = tmp_path / "unshare"
+    unshare.write_text("#!/bin/sh\necho unshare: fork failed: Cannot allocate memory >&2\nexit 1\n")
+    unshare.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with pytest.raises(OSError, match="too busy: unshare: fork failed"):
+            await paid("x = 1", ["assert x"])
+    assert namespaces_work() is isolates
+
+
 @pytest.mark.parametrize("truth", [None, "", {}, [], {"inputs": ["1"], "outputs": []}])
 async def test_a_task_without_tests_is_a_missing_score(truth: Any) -> None:
     with pytest.raises(RewardValueError, match="a task of 'apps' has the tests"):
