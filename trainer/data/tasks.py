@@ -41,13 +41,15 @@ from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.data.verifiers import VerifiersTasks
 from stepwell.trainer.errors import DataError
+from stepwell.trainer.rewards.reasoning_gym import PARAMS
 
 log = logging.getLogger(__name__)
 
 Task: TypeAlias = dict[str, Any]
 """JSON-like: `instance_id`, `data_source`, `question` (a string) or `messages` (a list), `answer`
 (None without a label), `metadata`; `tools` where the row has some, `truncated_tokens` where its
-prompt was cut. What the agent gets, and the reward as its `extra_info`."""
+prompt was cut, `PARAMS` where its data set has some. What the agent gets, and the reward as its
+`extra_info`."""
 
 
 PICTURE = "(a picture)"
@@ -148,6 +150,7 @@ class _ReasoningGym:
             "answer": problem["answer"],
             # Some metadata holds tuples, dates or fractions; a task is JSON.
             "metadata": json.loads(json.dumps(problem["metadata"], default=str)),
+            **({PARAMS: self._config.params} if self._config.params else {}),
         }
 
     def __iter__(self) -> Iterator[Task]:
