@@ -132,7 +132,9 @@ class _ReasoningGym:
             self._problems = reasoning_gym.create_dataset(
                 config.dataset, seed=config.seed, size=config.size, **config.params
             )
-        except (AssertionError, TypeError, ValueError) as e:  # how reasoning_gym refuses a value
+            next(iter(self._problems))  # some values are first looked at there
+        # How reasoning_gym refuses a value, and how its code fails at one of another form.
+        except (AssertionError, AttributeError, TypeError, ValueError) as e:
             raise DataError(
                 f"params is {config.params}, which {config.dataset} refuses: {e}"
             ) from e
