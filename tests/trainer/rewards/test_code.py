@@ -76,6 +76,7 @@ async def test_a_program_is_paid_for_the_tests_it_passes(
     [
         "<think>```python\nf = 1\n```</think>Thus\n```python\ndef f(): return 4\n```\nDone.",
         "```python\ndef f(): return 4\n```\nprints\n```\n4\n```",
+        "1. In a list:\n\n   ```python\n   def f():\n       return 4\n\n   ```\n2. Done.",
         "```\nf = 1\n```\n```\nfrom __future__ import annotations\ndef f(): return 4",
     ],
 )
