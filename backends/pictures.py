@@ -67,6 +67,10 @@ _TRANSPOSE = {
 }
 
 
+_PNG_TURNS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+"""Beginnings of what may say in a PNG how it lies; none of them is ever compressed."""
+
+
 class PictureSpan(Protocol):
     """Size of a picture and the place of its placeholders; the pool's `Picture` is one."""
 
@@ -362,6 +366,9 @@ def size_of(data: bytes, bounds: PictureBounds) -> tuple[int, int]:
     """
     with _opened(data, bounds) as image:
         width, height = image.size
+        # Of a PNG, Pillow decodes all pixels to look for a turn behind them.
+        if image.format == "PNG" and not any(mark in data for mark in _PNG_TURNS):
+            return width, height
         # The last four orientations lie on their side.
         return (height, width) if _orientation(image) > 4 else (width, height)
 

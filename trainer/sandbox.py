@@ -40,6 +40,9 @@ MOST_BYTES = 4
 """Bytes of a character, at most."""
 _CONTINUES = bytes(range(0x80, 0xC0))
 """Bytes within a character."""
+_NO_MEMORY = (b"temporarily unavailable", b"Cannot allocate memory")
+"""Words of `unshare` on a machine that can start no process. (Without room for namespaces there is
+"No space left": so it is where none are permitted.)"""
 DRAIN_S = 1.0
 """Seconds for what is left in the pipe of a program that has ended."""
 
@@ -212,9 +215,16 @@ def namespaces_work() -> bool:
         OSError: the machine is too busy to tell; to be asked again, as answers are kept.
     """
     try:
-        done = subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=20)
+        done = subprocess.run(
+            [*NAMESPACES, "true"],
+            capture_output=True,
+            timeout=20,
+            env={**os.environ, "LC_ALL": "C"},
+        )
     except subprocess.TimeoutExpired as e:
         raise OSError("unshare true did not end within 20 s; the machine is too busy") from e
     except (FileNotFoundError, PermissionError):
         return False
+    if done.returncode and any(words in done.stderr for words in _NO_MEMORY):
+        raise OSError(f"the machine is too busy: {done.stderr.decode(errors='replace').strip()}")
     return done.returncode == 0

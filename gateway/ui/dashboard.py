@@ -511,24 +511,27 @@ class Dashboard:
         return {"prefixes": tree, "last": last_words(of, self._decode)}
 
     async def trajectory(
-        self, channel: str | None, trajectory_uid: str, step: int | None
+        self, channel: str | None, trajectory_uid: str, step: int | None, whole: str | None = None
     ) -> dict[str, Any]:
         """A trajectory: as an optimizer step was trained on it, if one is named whose sample is
-        kept; else of the pool, a sample, or the archive."""
+        kept; else of the pool, a sample, or the archive. A page asks for the messages of later
+        steps when they are looked at; a program, for `whole` ones."""
         found = await self._find(channel, trajectory_uid, step)
-        whole, row = found.trajectory, None
-        tree = await asyncio.to_thread(shown, whole, found.columns, self._decode)
+        trajectory, row = found.trajectory, None
+        tree = await asyncio.to_thread(
+            shown, trajectory, found.columns, self._decode, whole=whole is not None
+        )
         if found.channel is not None:
             named = dict[str, Any](trajectory_uid=trajectory_uid)
             page = await self.ask(self.pool.list_trajectories(found.channel, None, 1, **named))
             row = next(iter(page.items), None)
         return {
             "trajectory_uid": trajectory_uid,
-            "prompt_uid": whole.prompt_uid,
+            "prompt_uid": trajectory.prompt_uid,
             "channel": found.channel or channel or TRAIN,
-            "attempt": whole.attempt,
-            "metadata": whole.metadata,
-            "reward": (found.archived or {}).get("reward", whole.reward),
+            "attempt": trajectory.attempt,
+            "metadata": trajectory.metadata,
+            "reward": (found.archived or {}).get("reward", trajectory.reward),
             "running": self._running(trajectory_uid),
             "step": found.step,
             "row": row,

@@ -318,7 +318,7 @@ QUESTIONS: Final[Mapping[str, Handler]] = {
     ),
     "group": _question(Dashboard.group, channel=_channel, prompt_uid=_needed, step=_number),
     "trajectory": _question(
-        Dashboard.trajectory, channel=_text, trajectory_uid=_needed, step=_number
+        Dashboard.trajectory, channel=_text, trajectory_uid=_needed, step=_number, whole=_text
     ),
     "archive": _question(
         Dashboard.archive, query=_text, search=_text, order=_text, ascending=_text, cursor=_text

@@ -35,12 +35,17 @@ _SAID: Final = ("branch", "dialect", "sampling_params", "tool_calls", "timing", 
 
 
 def shown(
-    trajectory: Trajectory, columns: Sequence[Mapping[str, Any]] | None, decode: Decode
+    trajectory: Trajectory,
+    columns: Sequence[Mapping[str, Any]] | None,
+    decode: Decode,
+    *,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """A trajectory as a tree.
 
     Args:
         columns: what the trainer computed, by step; None: it was not trained yet.
+        whole: with the messages of all steps, however many bytes they have.
     """
     steps = trajectory.steps
     of = parents(steps)
@@ -62,7 +67,7 @@ def shown(
         }
         for name in ("advantages", "weights", "mask"):
             row[name] = None if columns is None else _mean(columns[i].get(name))
-        if left > 0:
+        if left > 0 or whole:
             row["messages"] = said(step, known, decode)
             n_bytes = len(orjson.dumps(row["messages"], repr, orjson.OPT_NON_STR_KEYS))
             left -= n_bytes

@@ -355,7 +355,8 @@ class RunConfig(Section):
                 "call the gateway by themselves"
             )
         sources = () if self.data is None else (self.data.train, self.data.val)
-        if self.rollout.harness is None and any(isinstance(s, HarborSource) for s in sources):
+        of_harbor = any(isinstance(s, HarborSource) for s in sources)
+        if self.rollout.harness is None and of_harbor:
             raise ValueError(
                 "data is of kind harbor, whose tasks a harness works on, but rollout.harness is "
                 "missing; name one, e.g. rollout.harness: claude_code"
@@ -385,6 +386,13 @@ class RunConfig(Section):
                 f"rollout.harness.sandbox.kind is {container.kind!r}, but image is missing; name "
                 "one that holds the harness (only Harbor tasks bring their own)"
             )
+        if harness is not None and of_harbor and not others:
+            for key, value in (("grade", harness.grade), ("sandbox.image", harness.sandbox.image)):
+                if value is not None:
+                    raise ValueError(
+                        f"rollout.harness.{key} is given, but Harbor tasks bring their own, which "
+                        "alone count; leave it out"
+                    )
         if agent is None and self.has_tasks:
             raise ValueError(
                 "data is given, but rollout.agent is null: nobody runs an agent on its tasks; set "

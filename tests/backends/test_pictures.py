@@ -17,12 +17,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile, PngInfo
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from stepwell.backends.engines.embedded.vision import PictureStore
 from stepwell.backends.errors import PictureError
-from stepwell.backends.pictures import PictureBounds, PictureProcessor, decode, no_pictures
+from stepwell.backends.pictures import (
+    PictureBounds,
+    PictureProcessor,
+    decode,
+    no_pictures,
+    size_of,
+)
 from tests.vision_model import make_vision_model, png
 
 BOUNDS = PictureBounds()
@@ -179,6 +186,35 @@ def test_an_odd_picture_is_read_by_the_stated_rules(name: str, processor: Pictur
     found = np.asarray(decode(make(), BOUNDS)).reshape(-1, 3).astype(int)
     assert np.abs(found - np.array(expected)).max() <= (2 if name in ("broken EXIF", "CMYK") else 0)
     assert processor.canonical(make()).n_tokens >= 4
+
+
+def lying(where: str) -> bytes:
+    """A PNG of 64 x 48 that lies on its side, as a chunk in front of the pixels or behind says."""
+    image = plain()
+    if where == "xmp":
+        info = PngInfo()
+        info.add_itxt("XML:com.adobe.xmp", '<a tiff:Orientation="6"/>')
+        return saved(image, pnginfo=info)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = saved(image, exif=exif)
+    at = data.index(b"eXIf") - 4
+    end = at + 12 + int.from_bytes(data[at : at + 4])
+    return data if where == "front" else data[:at] + data[end:-12] + data[at:end] + data[-12:]
+
+
+@pytest.mark.parametrize("where", ["front", "behind", "xmp"])
+def test_the_size_of_a_png_is_that_of_its_turn_wherever_it_says_so(where: str) -> None:
+    data = lying(where)
+    assert decode(data, BOUNDS).size == size_of(data, BOUNDS) == (48, 64)
+
+
+def test_the_size_of_a_png_is_known_without_its_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set of screenshots is measured at each start."""
+    loaded: list[Any] = []
+    monkeypatch.setattr(PngImageFile, "load", lambda image: loaded.append(image))
+    assert size_of(saved(plain()), BOUNDS) == (64, 48)
+    assert not loaded
 
 
 def test_pictures_are_turned_as_their_exif_says() -> None:

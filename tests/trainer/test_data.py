@@ -247,6 +247,12 @@ def test_an_unknown_param_is_refused_with_the_known_ones() -> None:
 def test_a_param_that_the_data_set_refuses_is_told_with_its_reason() -> None:
     with pytest.raises(DataError, match="refuses: max_terms must be >= min_terms"):
         PromptSource(chain_sum(params={"min_terms": 9}))
+    for dataset, params in (
+        ("composite", {"datasets": [{"name": "chain_sum", "weight": 1}]}),
+        ("arc_agi", {"board_format_opts": {"row_delimiter": ";"}}),
+    ):
+        with pytest.raises(DataError, match=rf"which {dataset} refuses: 'dict' object has no att"):
+            PromptSource(chain_sum(dataset=dataset, params=params))
 
 
 # ── training and evaluation apart ────────────────────────────────────────────────────────────────

@@ -269,6 +269,18 @@ async def test_files_of_the_tests_are_as_they_were_but_for_the_names_of_folders(
     assert await harness(tmp_path, r"printf 'one\r\ntwo\r\n' > said")(task, URL, "key") == 1.0
 
 
+async def test_a_process_is_told_its_own_folder_wherever_a_sentence_names_it(
+    tmp_path: Path,
+) -> None:
+    task = followed(tmp_path, "FROM x\n")
+    task["question"] = "Work in /app. Not /app.py, /app-2 or x/app; /app, (/app) and /app"
+    told = harness(tmp_path, 'printf %s "$1" | sed "s|$PWD|HERE|g"; echo')
+    assert await told(task, URL, "key") == 0.0
+    (log,) = (tmp_path / "logs").iterdir()
+    said = "Work in HERE. Not /app.py, /app-2 or x/app; HERE, (HERE) and HERE"
+    assert log.read_text().splitlines()[0] == said
+
+
 @pytest.mark.parametrize("written", ["[0.5]", "7", "{}", f'{{"reward": {10**400}}}'])
 async def test_a_reward_file_of_another_form_is_a_loss_that_says_so(
     tmp_path: Path, written: str
@@ -321,6 +333,22 @@ def test_only_harbor_tasks_bring_the_image_of_a_container(kind: str) -> None:
     for sources in ({"train": rows}, {"train": harbor, "val": rows}):
         with pytest.raises(ConfigError, match=f"kind is '{kind}', but image is missing; name one"):
             loaded(**sources)
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ("{command: [a], grade: {command: [pytest]}}", "grade"),
+        ("{command: [a], sandbox: {kind: docker, image: mine}}", "sandbox.image"),
+    ],
+)
+def test_what_harbor_tasks_bring_themselves_is_refused_beside_them(keys: str, name: str) -> None:
+    harbor = f"{{kind: harbor, path: {TASKS}}}"
+    given = ["model.path=examples/quickstart/model", f"rollout.harness={keys}"]
+    with pytest.raises(ConfigError, match=rf"rollout.harness.{name} is given, but Harbor tasks"):
+        load_config(None, [*given, f"data={{train: {harbor}}}"])
+    rows = "{kind: jsonl, path: tasks.jsonl}"
+    assert load_config(None, [*given, f"data={{train: {harbor}, val: {rows}}}"])
 
 
 def test_a_container_gets_no_key_by_its_command_line_and_its_program_its_users_home(

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from pydantic import ValidationError
@@ -99,6 +100,7 @@ GRADED = {"command": ["sh", "-c", 'test "$(cat answer)" = {task.answer}']}
         ("true", {"command": ["sh", "-c", "echo 0.25 > r"], "file": "r"}, 0.25),
         ("echo 9 > r", {"command": ["sh", "-c", "echo -1 > r; exit 3"], "file": "r"}, -1.0),
         ("echo 5 > answer", f"{__file__}:grade", 0.5),
+        ("true", f"{__file__}:grade_by_numpy", 0.5),
         ("true", None, None),
     ],
 )
@@ -112,6 +114,18 @@ async def test_a_reward_is_what_the_grader_says(
 
 def grade(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any]) -> float:
     return 0.5 if (folder / "answer").read_text().strip() == task["answer"] else 0.0
+
+
+def grade_by_numpy(folder: Path, transcript: Any, task: Any) -> Any:
+    return np.float32(0.25) * np.int64(2)
+
+
+def grade_by_far(folder: Path, transcript: Any, task: Any) -> Any:
+    return 10**5000
+
+
+def grade_by_truth(folder: Path, transcript: Any, task: Any) -> Any:
+    return True
 
 
 def fails(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any]) -> float:
@@ -150,6 +164,15 @@ async def test_hidden_tests_come_over_what_the_agent_left(tmp_path: Path) -> Non
     (tmp_path / "hidden" / "test.sh").write_text("exit 1")
     grade = {"command": ["sh", "test.sh"], "files": str(tmp_path / "hidden")}
     assert await harness(tmp_path, "echo exit 0 > test.sh", grade=grade)(TASK, URL, "k") == 0.0
+
+
+async def test_hidden_tests_are_no_files_of_the_agents(tmp_path: Path) -> None:
+    (tmp_path / "hidden").mkdir()
+    for i in range(99):
+        (tmp_path / "hidden" / f"{i}.py").write_text("assert True")
+    grade = {"command": ["sh", "-c", 'test "$(ls | wc -l)" = 99'], "files": tmp_path / "hidden"}
+    run = harness(tmp_path, "true", limits={"files": 50}, grade=grade)
+    assert await run(TASK, URL, "key") == 1.0
 
 
 @pytest.mark.parametrize("way", ["file", "folder"])
@@ -262,6 +285,8 @@ def left_nothing(tmp_path: Path) -> None:
         ({"command": ["true"], "file": "r"}, "grading: no r was written"),
         ({"command": ["sh", "-c", "echo nan > r"], "file": "r"}, "write a finite number"),
         (f"{__file__}:fails", "grading: .*: KeyError: 'none'"),
+        (f"{__file__}:grade_by_far", r"returned a number \(int\); return a number within ±1e\+09"),
+        (f"{__file__}:grade_by_truth", r"returned True \(bool\); return a number"),
     ],
 )
 async def test_what_cannot_be_graded_has_no_score(tmp_path: Path, grade: Any, why: str) -> None:
@@ -614,7 +639,12 @@ BAD: Mapping[str, tuple[dict[str, Any] | str, str]] = {
     "home": ({"command": ["a"], "files": {"/etc/x": ""}}, "name files by their path in the home"),
     "codes": ({"command": ["a"], "gave_up": [3], "infrastructure": [3]}, "both hold 3"),
     "success": ({"command": ["a"], "gave_up": [0]}, "holds 0, which is success"),
-    "no_image": ({"command": ["a"], "sandbox": {"image": "x"}}, "which has none"),
+    "no_image": ({"command": ["a"], "sandbox": {"image": "x"}}, "image is 'x'.* which has none"),
+    "no_network": (
+        {"command": ["a"], "sandbox": {"kind": "bubblewrap", "network": "none"}},
+        "network is 'none', but kind is 'bubblewrap', which has none of its own",
+    ),
+    "no_cpus": ({"command": ["a"], "sandbox": {"cpus": 2}}, "cpus is 2.0, but kind is 'process'"),
     "grade": ({"command": ["a"], "grade": {}}, "give one of them"),
     "file": ({"command": ["a"], "grade": {"command": ["b"], "file": "/r"}}, "inside the work"),
 }
@@ -643,6 +673,13 @@ def test_what_is_not_here_is_refused_before_anything_is_started(
 ) -> None:
     with pytest.raises(RolloutError, match=why):
         load_agent("harness", None, HarnessConfig.model_validate(shell("true") | keys))
+
+
+def test_arguments_that_no_agent_is_given_are_refused() -> None:
+    config = HarnessConfig.model_validate(shell("true"))
+    for agent, harness in (("harness", config), ("examples/tools/tools.yaml", None)):
+        with pytest.raises(RolloutError, match=r"rollout\.agent_args is \{'turns': 3\}: only func"):
+            load_agent(agent, {"turns": 3}, harness)
 
 
 def test_a_preset_that_is_not_installed_says_how_to_install_it(

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import psutil
 import pytest
 from aiohttp import web
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from examples.tools.agent import TOOLS, helper
 from examples.tools.agent import agent as example_agent
@@ -289,6 +289,10 @@ def endless() -> list[Any]:
     return result
 
 
+def by_plate(plate: Annotated[str, AfterValidator({"A": "Patan"}.__getitem__)]) -> str:
+    return plate
+
+
 async def leave() -> str:
     sys.exit("no such city")  # as argparse does
 
@@ -328,6 +332,7 @@ async def hang() -> str:
         ("crash", "", "failed", "error: KeyError: 'city'"),
         ("speechless", "", "failed", "error: NoText"),
         ("endless", {}, "failed", "error: ValueError: Circular reference"),
+        ("by_plate", {"plate": "B"}, "failed", "error: KeyError: 'B'"),
         ("leave", {}, "failed", "error: SystemExit: no such city"),
         ("refuse", {}, "refused", "error: no such city"),
         ("hang", {}, "timeout", "error: hang gave no result within 0.05 s"),
@@ -337,7 +342,7 @@ async def test_every_failure_is_told_to_the_model(
     name: str, arguments: Any, kind: str, message: str
 ) -> None:
     slow = ToolConfig(class_name=f"{__name__}.hang", timeout_s=0.05)
-    box = ToolBox([weather, crash, speechless, endless, leave, refuse, slow])
+    box = ToolBox([weather, crash, speechless, endless, by_plate, leave, refuse, slow])
     async with box.session() as tools:
         (content,) = await said(tools, (name, arguments))
     assert message in content

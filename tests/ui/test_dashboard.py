@@ -28,6 +28,7 @@ from stepwell.gateway.ui.dashboard import as_json
 from stepwell.gateway.ui.router import STATIC
 from stepwell.gateway.ui.run_folder import RunFolder
 from stepwell.gateway.ui.trajectories import prefixes
+from stepwell.trainer.rollout.gateway import GatewayClient
 from tests.ui.demo import HOSTILE, Demo, demo, fill, in_order, train, write_run
 
 ADMIN, AGENT = "an-admin-key-for-tests", "an-agent-key-for-tests"
@@ -320,6 +321,27 @@ async def test_a_trajectory_shows_its_tree_and_the_tokens_of_the_journal(
     assert side["steps"][2]["messages"][-1]["content"].startswith("The answer is")
     assert side["steps"][0]["messages"][-1]["tool_calls"][0]["function"]["name"] == "calculator"
     assert side["steps"][0]["timing"]["engine_s"] > 0
+
+
+async def test_a_grading_function_is_given_the_messages_of_all_calls(shown: Demo) -> None:
+    """A page asks for those of a long trajectory as it needs them."""
+    said = [[{"role": "user", "content": f"{i}" * 300_000}] for i in range(4)]
+    for i, messages in enumerate(said):
+        step = Step(
+            prompt_ids=[*range(3 + 2 * i)],
+            response_ids=[i],
+            trajectory_uid="long",
+            prompt_uid="p",
+            step_index=i,
+            metadata={"messages": messages},
+        )
+        await shown.pool.submit_step(step)
+    gateway = GatewayClient([shown.url])
+    try:
+        transcript = await gateway.transcript(f"{shown.url}/long/p")
+    finally:
+        await gateway.close()
+    assert [call.get("messages") for call in transcript] == said
 
 
 def check_tokens(told: Any, step: Step) -> None:

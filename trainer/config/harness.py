@@ -84,12 +84,14 @@ class SandboxChoice(Section):
         return self.kind in ("docker", "podman") and self.image is None
 
     @model_validator(mode="after")
-    def _only_containers_have_an_image(self) -> SandboxChoice:
-        if self.image is not None and self.kind in ("process", "bubblewrap"):
-            raise ValueError(
-                f"image is {self.image!r}, but kind is {self.kind!r}, which has none; set kind to "
-                "docker or podman, or leave image out"
-            )
+    def _only_containers_have_them(self) -> SandboxChoice:
+        network = None if self.network == "host" else self.network
+        for key, value in (("image", self.image), ("network", network), ("cpus", self.cpus)):
+            if value is not None and self.kind in ("process", "bubblewrap"):
+                raise ValueError(
+                    f"{key} is {value!r}, but kind is {self.kind!r}, which has none of its own; "
+                    f"set kind to docker or podman, or leave {key} out"
+                )
         return self
 
 

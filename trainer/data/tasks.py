@@ -41,13 +41,15 @@ from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.data.verifiers import VerifiersTasks
 from stepwell.trainer.errors import DataError
+from stepwell.trainer.rewards.reasoning_gym import PARAMS
 
 log = logging.getLogger(__name__)
 
 Task: TypeAlias = dict[str, Any]
 """JSON-like: `instance_id`, `data_source`, `question` (a string) or `messages` (a list), `answer`
 (None without a label), `metadata`; `tools` where the row has some, `truncated_tokens` where its
-prompt was cut. What the agent gets, and the reward as its `extra_info`."""
+prompt was cut, `PARAMS` where its data set has some. What the agent gets, and the reward as its
+`extra_info`."""
 
 
 PICTURE = "(a picture)"
@@ -130,7 +132,9 @@ class _ReasoningGym:
             self._problems = reasoning_gym.create_dataset(
                 config.dataset, seed=config.seed, size=config.size, **config.params
             )
-        except (AssertionError, TypeError, ValueError) as e:  # how reasoning_gym refuses a value
+            next(iter(self._problems))  # some values are first looked at there
+        # How reasoning_gym refuses a value, and how its code fails at one of another form.
+        except (AssertionError, AttributeError, TypeError, ValueError) as e:
             raise DataError(
                 f"params is {config.params}, which {config.dataset} refuses: {e}"
             ) from e
@@ -148,6 +152,7 @@ class _ReasoningGym:
             "answer": problem["answer"],
             # Some metadata holds tuples, dates or fractions; a task is JSON.
             "metadata": json.loads(json.dumps(problem["metadata"], default=str)),
+            **({PARAMS: self._config.params} if self._config.params else {}),
         }
 
     def __iter__(self) -> Iterator[Task]:

@@ -179,7 +179,7 @@ def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:
     """The last Python block of `answer`, else its last block, else all of it. What only goes on
     after HumanEval's prompt gets the prompt before it."""
     reply = answer.rpartition("</think>")[2]
-    blocks = _BLOCK.findall(reply)
+    blocks = [(block[1], _unindented(reply, block)) for block in _BLOCK.finditer(reply)]
     python = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
     code: str = [*(code for _, code in blocks), *python][-1] if blocks else reply
     known = {**info, **truth} if isinstance(truth, Mapping) else info
@@ -187,6 +187,14 @@ def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:
     if isinstance(prompt, str) and name and not re.search(rf"\bdef {re.escape(name)}\b", code):
         code = prompt + code
     return code
+
+
+def _unindented(reply: str, block: re.Match[str]) -> str:
+    """A block's code without the indent of the list that it stands in, as Markdown has it."""
+    indent = reply[: block.start()].rpartition("\n")[2]
+    if not indent.isspace():
+        return block[2]
+    return "\n".join(line.removeprefix(indent) for line in block[2].split("\n"))
 
 
 def _tests(truth: Any, info: Mapping[str, Any], data_source: str) -> Sequence[_Test]:

@@ -8,11 +8,17 @@ verifier's own number for those who want it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from stepwell.trainer.errors import RewardValueError
+
+PARAMS = "reasoning_gym_params"
+"""Key of a task whose data set has parameters (`data.*.params`): its verifier wants them, too."""
+_WITH_TUPLES = ("arc_agi", "rearc")
+"""Data sets whose verifiers compare with tuples; a task, which is JSON, has lists."""
 
 
 def score(
@@ -34,20 +40,28 @@ def partial_score(
     **kwargs: Any,
 ) -> float:
     """The verifier's own score in [0, 1]. `extra_info` may hold the task; its `metadata` is what
-    verifiers without a single right answer read."""
-    metadata = dict((extra_info or {}).get("metadata") or {})
-    entry = {**(extra_info or {}), "answer": ground_truth, "metadata": metadata}
-    return float(_verifier(data_source)(solution_str.strip(), entry))
+    verifiers without a single right answer read, and `PARAMS` are those of its data set."""
+    task = extra_info or {}
+    metadata = dict(task.get("metadata") or {})
+    if data_source in _WITH_TUPLES:
+        metadata = {name: _as_tuples(value) for name, value in metadata.items()}
+    entry = {**task, "answer": ground_truth, "metadata": metadata}
+    verifier = _verifier(data_source, json.dumps(task.get(PARAMS) or {}))
+    return float(verifier(solution_str.strip(), entry))
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 @cache
-def _verifier(data_source: str) -> Callable[[str, dict[str, Any]], float]:
+def _verifier(data_source: str, params: str) -> Callable[[str, dict[str, Any]], float]:
     import reasoning_gym  # 1.3 s to import: only for those who use it
 
     try:
-        verifier: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(
-            data_source
-        )
+        verifier: Callable[[str, dict[str, Any]], float] = reasoning_gym.create_dataset(
+            data_source, **json.loads(params)
+        ).score_answer
     except ValueError as e:
         raise RewardValueError(
             f"data_source is {data_source!r}: reasoning_gym has no data set of that name; "

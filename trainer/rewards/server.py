@@ -93,7 +93,11 @@ class RewardServer:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:  # made where a loop runs
-            self._session = aiohttp.ClientSession(timeout=self._timeout, headers=self._headers)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),  # the calls are limited, not these
+                timeout=self._timeout,
+                headers=self._headers,
+            )
         return self._session
 
 

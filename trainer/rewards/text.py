@@ -82,9 +82,8 @@ def _plain(text: str) -> str:
 
 DEFAULT_LETTERS = "ABCD"
 
-_SAID = re.compile(
-    r"(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[*(\[\"']*([A-Z])\b(?!['’][a-z])"
-)
+_LETTER = r"(?i:\s+is)?[\s*_]{0,9}[:=]?[\s*_(\[\"']{0,9}([A-Z])\b(?!['’][a-z])"
+_ANSWER, _OPTION = (re.compile(f"(?i:{word}){_LETTER}") for word in ("answer", "choice|option"))
 _ALONE = re.compile(r"\b([A-Z])\b(?!['’][a-z])")
 
 
@@ -100,8 +99,9 @@ def gpqa(
     `ground_truth` is the letter, the index of the choice or its text. `extra_info` may hold
     `choices` (a list, or a dict by letter) or `valid_letters`; else the letters are A to D.
 
-    The letter is that of the last \\boxed{}, else of the last `answer: X` (`the answer is (X)`),
-    else the last capital that stands alone; only what follows `</think>` is read.
+    The letter is that of the last \\boxed{}, else of the last `answer: X` (`the answer is (X)`,
+    `**Answer:** X`), else of the last `option X`, else the last capital that stands alone; only
+    what follows `</think>` is read.
     """
     info = extra_info or {}
     choices = info.get("choices")
@@ -124,7 +124,7 @@ def chosen(text: str, letters: list[str]) -> str | None:
     if boxed is not None:
         inside = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", boxed).strip(" ().$")
         return inside.upper() if inside.upper() in letters else None
-    for pattern in (_SAID, _ALONE):
+    for pattern in (_ANSWER, _OPTION, _ALONE):
         found = [str(x).upper() for x in pattern.findall(text) if str(x).upper() in letters]
         if found:
             return found[-1]

@@ -52,6 +52,8 @@ def load_agent(
             cannot be made.
     """
     whose = f"rollout.agent is {path!r}"
+    if agent_args and (harness is not None or environment is not None or path.endswith(_TOOLS)):
+        raise RolloutError(f"{whose}, but rollout.agent_args is {dict(agent_args)}{_NO_ARGS}")
     if harness is not None:
         return Harness(harness)
     if environment is not None:
@@ -90,8 +92,7 @@ def load_agent(
         ) from e
     if agent_args and form is FORM:
         raise RolloutError(
-            f"{whose}, an agent, but rollout.agent_args is {dict(agent_args)}: only functions of "
-            "slime's form are given args; leave rollout.agent_args out"
+            f"{whose}, an agent, but rollout.agent_args is {dict(agent_args)}{_NO_ARGS}"
         )
     return cast(Agent, agent)
 
@@ -114,6 +115,7 @@ def _project_travels() -> bool:
     return ray.is_initialized() and bool(ray.get_runtime_context().runtime_env.working_dir())
 
 
+_NO_ARGS = ": only functions of slime's form are given args; leave rollout.agent_args out"
 _TOOLS = (".yaml", ".yml")
 _AGENT = ("task", "base_url", "api_key")
 _GENERATE = ("args", "sample", "sampling_params")

@@ -114,7 +114,7 @@ class GatewayClient:
     async def transcript(self, base_url: str) -> list[dict[str, Any]]:
         """The calls so far of the trajectory at `base_url`, in order. Raises as `ask`."""
         origin, uid, _ = base_url.rsplit("/", 2)
-        found = await self.ask(f"{origin}/ui/api/trajectory?trajectory_uid={uid}", None)
+        found = await self.ask(f"{origin}/ui/api/trajectory?whole=1&trajectory_uid={uid}", None)
         return cast(list[dict[str, Any]], found["steps"])
 
     async def close(self) -> None:

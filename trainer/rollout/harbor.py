@@ -157,7 +157,7 @@ class HarborLayout:
             return text
         names = {self._about["workdir"]: self._work, "/tests": self.tests, "/logs": self.logs}
         pattern = "|".join(re.escape(n.rstrip("/")) for n in sorted(names, key=len, reverse=True))
-        found = re.compile(rf"(?<![\w./$}}-])({pattern})(?![\w.-])")
+        found = re.compile(rf"(?<![\w./$}}-])({pattern})(?![\w-]|\.\w)")
         return found.sub(lambda m: str(names.get(m[1], names.get(m[1] + "/"))), text)
 
     def reward(self, output: str) -> float:

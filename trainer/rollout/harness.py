@@ -51,6 +51,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from stepwell.backends.processes import Bounds, Ended, Job, Limits, last_lines, run_job
 from stepwell.datapool import dotted
+from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.trainer.config.harness import PLACEHOLDER, GradeConfig, HarnessConfig, HarnessLimits
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.errors import HarnessError, InfrastructureError, RolloutError, shown
@@ -247,7 +248,7 @@ class Rollout:
         self.why = ""
         """End of its log: the failure, if there was one."""
         self._own = (0, 0)
-        """Bytes and files that the template, or the image, has brought."""
+        """Bytes and files of the template, the image and the tests, which are not the agent's."""
         # Beside the folders that the agent may write: it is read here, links would be followed.
         self.log = root.with_name(f"{root.name}.log")
         self._runs = 0
@@ -289,8 +290,23 @@ class Rollout:
             file = self.home / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(self.fill_text(text))
-        own, files = self._own, _size(self.home)
-        self._own = (own[0] + files[0], own[1] + files[1])
+        self._add_own(self.home)
+
+    def _add_own(self, folder: Path) -> None:
+        """Count what has been brought here after the template. Raises OSError."""
+        (size, n), (more, n_more) = self._own, _size(folder)
+        self._own = (size + more, n + n_more)
+
+    def _bring(self, files: Path) -> None:
+        """Copy the files of grading over what the agent has left. Raises OSError."""
+        copy_over(files, self.work)
+        self._add_own(files)
+
+    def _bring_tests(self, harbor: HarborLayout) -> list[str]:
+        """Bring a Harbor task's tests; return the command that runs them. Raises OSError."""
+        command = harbor.bring_tests()
+        self._add_own(harbor.tests)
+        return command
 
     async def play(self, base_url: str, api_key: str) -> None:
         """Run the command; returns if what it has done is to be graded.
@@ -337,13 +353,13 @@ class Rollout:
         self.check_folders()
         if self.harbor is not None:
             with _room_needed(self.root):
-                command = await _to_the_end(in_thread(self.harbor.bring_tests))
+                command = await _to_the_end(in_thread(self._bring_tests, self.harbor))
             return await self.grade_by_harbor(self.harbor, command)
         if grade is None:
             return None
         if grade.files is not None:
             with _room_needed(self.work):
-                await _to_the_end(in_thread(copy_over, grade.files, self.work))
+                await _to_the_end(in_thread(self._bring, grade.files))
         if grade.command is not None:
             return await self.grade_by_command(grade)
         transcript = []
@@ -362,11 +378,14 @@ class Rollout:
             raise HarnessError(why) from e
         except Exception as e:  # foreign code: no score is not 0
             raise HarnessError(f"grading: {grade.function}: {type(e).__name__}: {shown(e)}") from e
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        if reward is None:
+            return None
+        if isinstance(reward, bool) or not is_reward(reward):
             raise HarnessError(
-                f"grading: {grade.function} returned a {type(reward).__name__}; return a number"
+                f"grading: {grade.function} returned {shown(reward) or 'a number':.80} "
+                f"({type(reward).__name__}); return a number within ±{MAX_REWARD:g}"
             )
-        return None if reward is None else float(reward)
+        return float(reward)
 
     def fill(self, texts: Sequence[str]) -> list[str]:
         return [self.fill_text(text) for text in texts]

@@ -308,6 +308,10 @@ class ToolSession:
             tool.arguments(parameters)
         except ToolError as e:
             return _error(name, "arguments", str(e))
+        except ToolUnavailableError:
+            raise
+        except Exception as e:  # noqa: BLE001 - a validator of the tool's own
+            return _failed(name, e)
         try:
             async with limit:
                 instance_id = await self._instance(name)
@@ -322,9 +326,7 @@ class ToolSession:
         except (Exception, SystemExit) as e:  # noqa: BLE001 - foreign code: the model is told
             if isinstance(e, TimeoutError) and limit.expired():
                 return _error(name, "timeout", f"{name} gave no result within {timeout_s:g} s")
-            why = ": ".join(filter(None, (type(e).__name__, shown(e))))
-            log.warning("tool %s failed: %s", name, why)
-            return _error(name, "failed", why)
+            return _failed(name, e)
 
     async def _instance(self, name: str) -> str:
         """Made at the first call; several at once share it."""
@@ -390,6 +392,12 @@ def _reward(given: Any) -> float:
 def _number_or_text(value: Any) -> Any:
     """A number of NumPy's or torch's as a number, an array as a list, anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _failed(name: str, error: BaseException) -> CallResult:
+    why = ": ".join(filter(None, (type(error).__name__, shown(error))))
+    log.warning("tool %s failed: %s", name, why)
+    return _error(name, "failed", why)
 
 
 def _error(name: str, kind: str, message: str) -> CallResult:

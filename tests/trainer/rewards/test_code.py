@@ -76,6 +76,7 @@ async def test_a_program_is_paid_for_the_tests_it_passes(
     [
         "<think>```python\nf = 1\n```</think>Thus\n```python\ndef f(): return 4\n```\nDone.",
         "```python\ndef f(): return 4\n```\nprints\n```\n4\n```",
+        "1. In a list:\n\n   ```python\n   def f():\n       return 4\n\n   ```\n2. Done.",
         "```\nf = 1\n```\n```\nfrom __future__ import annotations\ndef f(): return 4",
     ],
 )
@@ -220,6 +221,21 @@ async def test_a_machine_that_can_start_no_process_is_asked_again_whether_it_iso
             await paid("x = 1", ["assert x"])
     assert namespaces_work() is isolates
     assert (await paid("x = 1", ["assert x"]))["score"] == 1.0
+
+
+async def test_a_machine_on_which_unshare_can_start_nothing_is_asked_again_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    isolates = namespaces_work()
+    namespaces_work.cache_clear()
+    unshare = tmp_path / "unshare"
+    unshare.write_text("#!/bin/sh\necho unshare: fork failed: Cannot allocate memory >&2\nexit 1\n")
+    unshare.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with pytest.raises(OSError, match="too busy: unshare: fork failed"):
+            await paid("x = 1", ["assert x"])
+    assert namespaces_work() is isolates
 
 
 @pytest.mark.parametrize("truth", [None, "", {}, [], {"inputs": ["1"], "outputs": []}])

@@ -1,5 +1,6 @@
 """Rewards over HTTP, against real servers: what is sent, what is tried again, what is missing."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from stepwell.trainer.errors import (
     RewardTimeoutError,
     RewardValueError,
 )
-from stepwell.trainer.rewards.base import RewardSample, close
+from stepwell.trainer.rewards.base import RewardResult, RewardSample, close
 from stepwell.trainer.rewards.loading import load_reward
 from stepwell.trainer.rewards.manager import RewardManager
 from tests.helpers import serving_posts
@@ -93,6 +94,28 @@ async def test_a_remote_reward_is_sent_the_sample_and_gives_what_the_server_says
         "ground_truth": "4",
         "extra_info": {"question": "2 + 2?"},
     }
+
+
+async def test_as_many_calls_are_made_at_once_as_are_configured() -> None:
+    n, asked, all_there = 120, 0, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        if asked == n:
+            all_there.set()
+        await all_there.wait()
+        return web.json_response(0.5)
+
+    async with serving_posts("/score", answer) as address:
+        config = {"function": "remote", "kwargs": {"url": f"{address}/score"}, "concurrency": n}
+        manager = RewardManager(
+            RewardConfig.model_validate({**config, "timeout_s": 20, "max_attempts": 1})
+        )
+        found = await manager.score([RewardSample("sums", "four", "4", {})] * n)
+        all_there.set()
+        await manager.aclose()
+    assert all(isinstance(result, RewardResult) for result in found), found[-1]
 
 
 async def test_a_remote_reward_speaks_slimes_form_too() -> None:

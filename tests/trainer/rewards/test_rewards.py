@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from stepwell.trainer.config import ReasoningGymSource
+from stepwell.trainer.data.tasks import open_tasks
 from stepwell.trainer.errors import (
     RewardCrashError,
     RewardError,
@@ -265,6 +267,23 @@ async def test_a_verifier_that_reads_metadata_gets_it_from_the_task() -> None:
     right = problem["metadata"]["expression"]
     assert await score_with(reward, "countdown", right, problem["answer"], problem) == 1.0
     assert await score_with(reward, "countdown", "1 + 1", problem["answer"], problem) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "params"),
+    [
+        ("arc_agi", {}),
+        ("rearc", {}),
+        ("word_ladder", {"min_word_length": 5, "max_word_length": 5}),
+    ],
+)
+async def test_the_right_answer_to_a_task_is_right_whatever_its_data_set(
+    dataset: str, params: dict[str, Any]
+) -> None:
+    source = {"kind": "reasoning_gym", "dataset": dataset, "size": 1, "params": params}
+    task = open_tasks(ReasoningGymSource.model_validate(source))[0]
+    reward = load_reward("reasoning_gym")
+    assert await score_with(reward, dataset, task["answer"], task["answer"], task) == 1.0
 
 
 async def test_data_that_reasoning_gym_does_not_know_is_missing_not_zero() -> None:
