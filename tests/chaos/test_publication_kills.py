@@ -31,5 +31,5 @@ async def test_kills_leave_no_engine_behind_and_no_wrong_token() -> None:
         "violations": 0,
         "unanswered": 0,
     }
-    assert result.figures["kills"] == 4
+    assert result.figures["kills"] >= 4, "one that is under way when the last is counted comes too"
     assert result.figures["steps"] > 0
