@@ -167,7 +167,8 @@ async def _rollout(
     await pool.open_group(prompt_uid, 1, deadline_s, metadata=about, channel=CHANNEL)
     folder = config.run.dir.absolute() / LOGS / LOG
     others = set(folder.glob("*.log"))
-    worker = RolloutWorker(config.rollout, urls, key, logs=folder)
+    run_dir = config.run.dir.absolute()
+    worker = RolloutWorker(config.rollout, urls, key, logs=folder, run_dir=run_dir)
     try:
         (ended,) = await worker.run_group(task, prompt_uid, 1, CHANNEL)
     finally:

@@ -429,6 +429,14 @@ async def test_an_agent_is_to_see_neither_other_rollouts_nor_the_tests(tmp_path:
     (log,) = (tmp_path / "logs").iterdir()
     others = folder_of_worker(tmp_path / "s")
     assert log.read_text() == f"agent {others} {tmp_path / 'hidden'}\ngrading {others}\n"
+    # The run's folder has the gateway's key. A worker of another machine has no such folder.
+    for name, told in {"run": f" {tmp_path / 'run'}", "elsewhere": ""}.items():
+        (tmp_path / "run").mkdir(exist_ok=True)
+        logs = tmp_path / f"logs of {name}"
+        run = Harness(run.config, logs=logs, run_dir=tmp_path / name)
+        assert await run(TASK, URL, "key") == 1.0
+        (log,) = logs.iterdir()
+        assert f"grading {others}{told}\n" in log.read_text()
 
 
 async def test_a_container_of_another_network_finds_the_gateway_wherever_its_address_is_written(

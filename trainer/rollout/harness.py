@@ -88,6 +88,7 @@ class Harness:
 
     Args:
         logs: folder of the rollouts' logs; None: they are not kept.
+        run_dir: folder of the run, with its keys, which no command sees in bubblewrap.
         transcript: reads the calls of the trajectory at a base URL, for a grading function.
 
     Raises:
@@ -99,10 +100,11 @@ class Harness:
         config: HarnessConfig,
         *,
         logs: Path | None = None,
+        run_dir: Path | None = None,
         transcript: TranscriptReader | None = None,
     ) -> None:
         self.config = config
-        self.logs = logs
+        self.logs, self.run_dir = logs, run_dir
         self.transcript = transcript
         self.sandbox = find_sandbox(config.sandbox)
         self.grader = _grader(config.grade)
@@ -324,6 +326,11 @@ class Rollout:
             command = self.fill(self._config.command)
             self.judge(await self.run(command, self._config.timeout_s, hidden=self._tests()))
 
+    def _keys(self) -> list[Path]:
+        """The folder with the gateway's key, if this machine has it."""
+        run_dir = self._harness.run_dir
+        return [run_dir] if run_dir is not None and run_dir.is_dir() else []
+
     def _tests(self) -> list[Path]:
         """Folders with what scores the agent, or solves its task."""
         grade = self._config.grade
@@ -467,7 +474,7 @@ class Rollout:
             limits=config.limits,
             image=self.image or None,
             mounts={} if self.harbor is None else self.harbor.mounts(grading=grading),
-            hidden=(self.root.parent, *hidden),
+            hidden=[self.root.parent, *self._keys(), *hidden],
         )
         plan = self._harness.sandbox(request)
         limits = config.limits

@@ -111,6 +111,7 @@ class RolloutWorker:
         key: the gateway's admin key; None: it has no keys.
         log_file: what the process logs, and what agents print, goes there, too.
         logs: folder of the logs of harnesses, one a rollout; None: they are not kept.
+        run_dir: folder of the run, see `Harness`.
         tokenizer_path, validation: for functions of slime's form, see `GenerateRollouts`.
     """
 
@@ -122,6 +123,7 @@ class RolloutWorker:
         log_file: Path | None = None,
         *,
         logs: Path | None = None,
+        run_dir: Path | None = None,
         tokenizer_path: Path | None = None,
         validation: ValidationConfig | None = None,
     ) -> None:
@@ -134,7 +136,9 @@ class RolloutWorker:
                 config.agent or "", config.agent_args, environment=config.environment
             )
         else:
-            self._agent = Harness(config.harness, logs=logs, transcript=self._gateway.transcript)
+            self._agent = Harness(
+                config.harness, logs=logs, run_dir=run_dir, transcript=self._gateway.transcript
+            )
         self._folders = asyncio.Semaphore(2 * config.concurrency)
         """Rollouts of a harness that are set up, run or graded: while some run, as many others are
         made ready, or graded."""
@@ -393,7 +397,7 @@ def start_workers(
 
     Args:
         log_dir: what they log and agents print goes to `rollout.log`, or `rollout_0.log`, …, there,
-            too.
+            too. It is in the run's folder.
         generate: `tokenizer_path` and `validation`, for functions of slime's form.
     """
     actor = ray.remote(RolloutWorker).options(
@@ -405,6 +409,8 @@ def start_workers(
     )
     if config.agent is not None:
         config = config.model_copy(update={"agent": agent_of_workers(config.agent)})
-    n, generate = config.workers, {**generate, "logs": log_dir and log_dir / "harness"}
+    n = config.workers
+    if log_dir is not None:
+        generate = {**generate, "logs": log_dir / "harness", "run_dir": log_dir.parent}
     logs = [numbered_log(log_dir, "rollout", k, n) for k in range(n)]
     return [_RemoteWorker(actor.remote(config, gateway_urls, key, log, **generate)) for log in logs]
