@@ -525,9 +525,13 @@ class _Transaction:
 
     async def _readmit(self, replica: _Replica) -> None:
         """Bring a replica that was fenced and answers again to the committed version. Its
-        supervisor does so, too, if it is a new process: under the lock one after the other."""
+        supervisor does so, too, if it is a new process: under the lock one after the other. So
+        does who waited for the lock to publish another version, which is committed then."""
         async with self._locked():
             if not replica.paused:  # its supervisor's: it came up paused
+                return
+            current = self.store.current() if self.store is not None else None
+            if current is not None and current.version != self.update.version:
                 return
             try:
                 engine = replica.engine

@@ -226,6 +226,23 @@ async def test_one_that_stays_silent_stays_paused(store: WeightStore) -> None:
     assert c.serves
 
 
+async def test_one_that_was_left_out_is_not_taken_back_behind_a_version_that_came_meanwhile(
+    store: WeightStore,
+) -> None:
+    """Who waited for the lock, a roll-back, publishes before the first brings its replica back."""
+    *_, c = replicas = three(store)
+    c.fails["load 1"] = EngineTimeoutError("no answer")
+
+    async def replaced(phase: str, when: str) -> None:
+        if (phase, when) == ("continue", "before"):
+            c.fails.clear()
+            await put(replicas, 2, store)
+
+    await put(replicas, 1, store, hook=replaced)
+    assert [r.version for r in replicas] == [2, 2, 2]
+    assert all(r.serves for r in replicas)
+
+
 @pytest.mark.parametrize("error", [EngineRequestError("disk is full"), EngineInternalError("500")])
 async def test_one_that_lives_and_refuses_rolls_all_back(
     store: WeightStore, error: EngineError
