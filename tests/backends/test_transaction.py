@@ -395,6 +395,30 @@ async def test_even_an_error_that_nobody_expected_leaves_no_engine_paused(
     assert all(r.serves and r.version == 0 for r in replicas)
 
 
+async def test_who_is_cancelled_in_a_publication_has_its_end_and_the_lock_until_then(
+    store: WeightStore,
+) -> None:
+    """Ctrl-C of `stepwell rollback`: with its loop all else would end, and leave engines paused."""
+    *_, c = replicas = three(store)
+
+    async def roll_back() -> None:
+        async with store.lock.held():
+            await put(replicas, 1, store, locked=True)
+
+    async with c.loading() as load:
+        command = asyncio.ensure_future(roll_back())
+        await load.begun.wait()
+        command.cancel()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        with store.lock.tried() as free:
+            assert not free
+    with pytest.raises(asyncio.CancelledError):
+        await command
+    assert [r.version for r in replicas] == [1, 1, 1]
+    assert all(r.serves for r in replicas)
+
+
 async def test_a_publication_waits_for_a_supervisor_that_brings_its_engine_up_to_date(
     store: WeightStore,
 ) -> None:
