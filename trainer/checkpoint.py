@@ -76,6 +76,8 @@ class CheckpointStore:
             for old in folder.glob("step_*.old"):  # killed between two renames, see `save`
                 if not old.with_suffix("").exists():
                     old.rename(old.with_suffix(""))
+                else:  # or behind them: once the new one is pruned, this would take its place
+                    shutil.rmtree(old, ignore_errors=True)
 
     def draft(self, step: int) -> Path:
         """The empty folder that becomes `step_{step}`: models write theirs into it first.

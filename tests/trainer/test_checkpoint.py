@@ -183,6 +183,10 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(
     after = CheckpointStore(tmp_path, keep=1)
     expected = "new" if died_after == "the second rename" else "old"
     assert latest(after) == {"which": expected}
+    after.set_aside(after=1)
+    again = CheckpointStore(tmp_path, keep=1)
+    assert again.steps() == [], "what made way is gone: it comes back in nobody's place"
+    (tmp_path / "step_2.aside").rename(tmp_path / "step_2")
     after.save(2, {"which": "newer"})
     assert latest(after) == {"which": "newer"}
     after.save(3, {})
