@@ -374,6 +374,25 @@ def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: b
     return model
 
 
+def read_model(path: Path, *, trust_remote_code: bool) -> dict[str, Tensor]:
+    """The weights of the model in `path` by the names of its module, in the type that they have
+    there.
+
+    Raises:
+        RuntimeError: it is no model, or not a whole one.
+    """
+    options = {"dtype": "auto", "local_files_only": True, "output_loading_info": True}
+    try:
+        with no_progress_bars():
+            model, found = load_causal_lm(path, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, ImportError) as e:
+        raise RuntimeError(f"it cannot be loaded: {e}") from e
+    if missing := sorted(found["missing_keys"]):
+        raise RuntimeError(f"{missing[0]} is not there")
+    weights: dict[str, Tensor] = model.state_dict()
+    return weights
+
+
 def model_dir(path: Path, key: str) -> Path:
     if not (path / "config.json").is_file():
         raise BackendConfigError(

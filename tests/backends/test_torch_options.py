@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, get_scheduler
 
 from stepwell.backends.base import LossOutput
 from stepwell.backends.config import TorchBackendConfig
@@ -23,7 +23,7 @@ from stepwell.backends.torch.backend import TorchBackend
 from stepwell.backends.torch.optimizer import learning_rate
 from stepwell.backends.weights import WeightStore
 from stepwell.datapool.types import Step
-from tests.backends.models import qwen3, save_model
+from tests.backends.models import SMALL, qwen3, save_model
 from tests.helpers import instances
 
 VOCAB = 128
@@ -364,6 +364,24 @@ def test_training_goes_on_from_weights_that_were_published_earlier(
     fresh = backend(model_path, lora=adapters, dtype=dtype)
     start = fresh.compute_log_probs(fresh.convert(steps_of(9)))
     assert torch.equal(start, trained.compute_log_probs(trained.convert(steps_of(9))))
+
+
+def test_a_model_whose_experts_lie_one_by_one_in_its_files_goes_back_too(tmp_path: Path) -> None:
+    """And to a start with the same weights beside them in another form, as Mistral's have."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    form = Qwen3MoeConfig(**(SMALL | experts | {"vocab_size": VOCAB, "head_dim": 8}))
+    start = save_model(form, tmp_path / "start")
+    save_file({"layers.0.wk.weight": torch.ones(2)}, start / "consolidated.safetensors")
+    trained = backend(start)
+    batch = trained.convert(steps_of(9))
+    began_with = trained.compute_log_probs(batch)
+    train(trained, [0])
+    trained.save_weights(tmp_path / "good")
+    good = trained.compute_log_probs(batch)
+    train(trained, [1])
+    for folder, expected in ((tmp_path / "good", good), (start, began_with)):
+        trained.load_weights(folder)
+        assert torch.equal(trained.compute_log_probs(batch), expected)
 
 
 def test_a_run_may_begin_with_a_version_of_another_run(model_path: Path, tmp_path: Path) -> None:
