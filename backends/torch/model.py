@@ -427,6 +427,9 @@ def checkpoint_layers(model: Any, *, selective: bool = False) -> None:
     for layer in layers:
         # Layers checkpoint in training mode only; what is in them (dropout) stays in eval mode.
         layer.training = True
+        for name, value in vars(layer).items():  # dropout that is a function has its rate there
+            if "drop" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
 
 
 def _kept_operations() -> list[Any]:

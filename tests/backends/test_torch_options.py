@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, get_scheduler
+from transformers import AutoModelForCausalLM, OPTConfig, Qwen3MoeConfig, get_scheduler
 
 from stepwell.backends.base import LossOutput
 from stepwell.backends.config import TorchBackendConfig
@@ -212,6 +212,19 @@ def test_checkpointed_layers_keep_less_and_change_no_update(model_path: Path) ->
     for a, b in zip(train(plain, [1, 2]), train(checkpointed, [1, 2]), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+def test_a_checkpointed_layer_drops_nothing_out(tmp_path: Path) -> None:
+    """OPT's does so itself, in training mode, which checkpointing needs."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+    form = OPTConfig(vocab_size=VOCAB, num_attention_heads=4, dropout=0.5, **sizes)
+    path = save_model(form, tmp_path / "model")
+    plain, checkpointed = (backend(path, gradient_checkpointing=on) for on in (False, True))
+    batch = plain.convert(steps_of(1))
+    expected = plain.compute_log_probs(batch)
+    assert torch.equal(checkpointed.compute_log_probs(checkpointed.convert(steps_of(1))), expected)
+    for a, b in zip(train(plain, [1, 2]), train(checkpointed, [1, 2]), strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("form", ["merged", "tree"])
