@@ -336,6 +336,8 @@ def tree_attention_forward(
     unwanted = {name: kwargs.get(name) for name in ("sliding_window", *_ONLY_FLEX * on_cpu)}
     if attention_mask is not None:
         unwanted["attention_mask"] = attention_mask
+    if value.shape[3] != key.shape[3]:  # DeepSeek's; flash kernels take one width
+        unwanted["values of another width"] = value.shape[3]
     for name, value_ in unwanted.items():
         if value_ is not None:
             raise UnsupportedByBackendError(
