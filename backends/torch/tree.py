@@ -382,7 +382,8 @@ def enable(
         remedy: what to do where it cannot be, for the error.
 
     Raises:
-        BackendConfigError: the model does not attend through transformers' interface, or its
+        BackendConfigError: the model does not attend through transformers' interface, its code
+            fails at a tree, or its
             logits for a small tree differ from those of the rows in it.
     """
     # A tree is no tensor; FlexAttention is compiled by itself.
@@ -404,6 +405,10 @@ def enable(
     except UnsupportedByBackendError as e:
         _set_attention(model, before)
         raise BackendConfigError(f"{wanted}, but {e}") from e
+    except Exception as e:  # of the model's own code: it may read a mask that there is not
+        _set_attention(model, before)
+        why = f"{type(e).__name__}: {' '.join(str(e).split()):.200}"
+        raise BackendConfigError(f"{wanted}, which {name} does not take ({why}); {remedy}") from e
     reduced = dtype != torch.float32
     tolerance = PROBE_TOLERANCE["bfloat16" if reduced else _device(model).type]
     if not worst <= tolerance:

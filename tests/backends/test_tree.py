@@ -19,6 +19,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -423,4 +424,22 @@ def test_a_model_that_cannot_attend_by_tree_is_refused_and_left_as_it_was(
     with pytest.raises(BackendConfigError, match=reason) as e:
         enable(policy)
     assert "\n" not in str(e.value)
+    assert policy.config._attn_implementation == before
+
+
+class OwnArguments(LlamaForCausalLM):
+    """A model that came with its code, which passes nothing on."""
+
+    def forward(  # type: ignore[override]  # that is what is tried
+        self, input_ids: Tensor, position_ids: Tensor | None = None, use_cache: bool = False
+    ) -> Any:
+        return super().forward(input_ids, position_ids=position_ids, use_cache=use_cache)
+
+
+def test_a_model_that_fails_at_a_tree_is_refused_by_name_and_left_as_it_was() -> None:
+    policy = OwnArguments(copy.deepcopy(FAMILIES["llama"])).eval()
+    before = policy.config._attn_implementation
+    wanted = r"OwnArguments does not take \(TypeError: .*'tree'\); set backend.rows to 'merged'"
+    with pytest.raises(BackendConfigError, match=wanted):
+        enable(policy)
     assert policy.config._attn_implementation == before
