@@ -187,7 +187,8 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank (by alpha / √rank with `rslora`)."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """peft's: the ends of module names, one regular expression over whole names, or `all-linear`
-    (every linear layer but the LM head)."""
+    (every linear layer but the LM head). Of a mixture of experts name the attention's layers: an
+    adapter on experts is refused."""
     rslora: bool = False
     """Rank-stabilised scaling, arXiv:2312.03732."""
 

@@ -36,6 +36,15 @@ OPTIMIZERS: list[dict[str, Any]] = [
 ]
 
 
+EXPERTS = Qwen3MoeConfig(
+    **SMALL | {"vocab_size": VOCAB},
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -353,6 +362,20 @@ def test_wrong_target_modules_are_named(model_path: Path, target: Any, message: 
     assert "\n" not in str(e.value)
 
 
+def test_adapters_on_experts_are_refused_with_the_layers_to_name(tmp_path: Path) -> None:
+    path = save_model(EXPERTS, tmp_path / "model")
+    with pytest.raises(BackendConfigError, match=r"mlp\.experts\).* \[k_proj, o_proj, .*v_proj\]"):
+        backend(path, lora={"rank": 4})
+    layers = ["k_proj", "o_proj", "q_proj", "v_proj"]
+    trained = backend(path, lora={"rank": 4, "target_modules": layers})
+    train(trained, [1])
+    trained.save_weights(tmp_path / "merged")
+    got = trained.compute_log_probs(trained.convert(steps_of(9)))
+    merged = backend(tmp_path / "merged")
+    expected = merged.compute_log_probs(merged.convert(steps_of(9)))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("adapters", [None, {"rank": 4}], ids=["full", "lora"])
 def test_training_goes_on_from_weights_that_were_published_earlier(
@@ -381,9 +404,7 @@ def test_training_goes_on_from_weights_that_were_published_earlier(
 
 def test_a_model_whose_experts_lie_one_by_one_in_its_files_goes_back_too(tmp_path: Path) -> None:
     """And to a start with the same weights beside them in another form, as Mistral's have."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    form = Qwen3MoeConfig(**(SMALL | experts | {"vocab_size": VOCAB, "head_dim": 8}))
-    start = save_model(form, tmp_path / "start")
+    start = save_model(EXPERTS, tmp_path / "start")
     save_file({"layers.0.wk.weight": torch.ones(2)}, start / "consolidated.safetensors")
     trained = backend(start)
     batch = trained.convert(steps_of(9))
