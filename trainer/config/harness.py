@@ -176,7 +176,7 @@ class HarnessConfig(Section):
     @classmethod
     def _preset(cls, raw: Any) -> Any:
         given = {"preset": raw} if isinstance(raw, str) else raw
-        if not isinstance(given, dict) or (name := given.get("preset")) is None:
+        if not isinstance(given, dict) or not isinstance(name := given.get("preset"), str):
             return raw
         if name not in PRESETS:
             raise ValueError(
@@ -184,13 +184,13 @@ class HarnessConfig(Section):
                 "command"
             )
         preset = PRESETS[name]
-        return {
-            "command": preset.command,
-            "gave_up": preset.gave_up,
-            **given,
-            "env": {**preset.env, **(given.get("env") or {})},
-            "files": {**preset.files, **(given.get("files") or {})},
+        parts = (("env", preset.env), ("files", preset.files))
+        whole = {
+            key: {**part, **own}
+            for key, part in parts
+            if isinstance(own := given.get(key) or {}, dict)  # else its own validator says so
         }
+        return {"command": preset.command, "gave_up": preset.gave_up, **given, **whole}
 
     @field_validator("command", "env", "files", "workdir", mode="after")
     @classmethod
