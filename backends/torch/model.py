@@ -381,10 +381,15 @@ def read_model(path: Path, *, trust_remote_code: bool) -> dict[str, Tensor]:
     Raises:
         RuntimeError: it is no model, or not a whole one.
     """
-    options = {"dtype": "auto", "local_files_only": True, "output_loading_info": True}
     try:
         with no_progress_bars():
-            model, found = load_causal_lm(path, trust_remote_code=trust_remote_code, **options)
+            model, found = load_causal_lm(
+                path,
+                trust_remote_code=trust_remote_code,
+                dtype="auto",
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, ImportError) as e:
         raise RuntimeError(f"it cannot be loaded: {e}") from e
     if missing := sorted(found["missing_keys"]):
