@@ -179,7 +179,10 @@ def contents(folders: list[str], most_files: int | None) -> tuple[int, int]:
             with os.scandir(left.pop()) as entries:
                 for entry in entries:
                     n += 1
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    try:
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    except OSError:  # gone meanwhile; the rest of the folder is not
+                        continue
                     if entry.is_dir(follow_symlinks=False):
                         left.append(entry.path)
                     if most_files is not None and n > most_files:

@@ -7,7 +7,7 @@ Each key stands with its type, bound and meaning. Names of plug-ins (`engine.kin
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -162,6 +162,8 @@ OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
 """Options that only some optimizers have, by optimizer."""
 
 
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
 FULL_LR = 1e-6
 """Rate of full fine-tuning where none is set."""
 LORA_RATE = 10
@@ -185,7 +187,8 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank (by alpha / √rank with `rslora`)."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """peft's: the ends of module names, one regular expression over whole names, or `all-linear`
-    (every linear layer but the LM head)."""
+    (every linear layer but the LM head). Of a mixture of experts name the attention's layers: an
+    adapter on experts is refused."""
     rslora: bool = False
     """Rank-stabilised scaling, arXiv:2312.03732."""
 
@@ -234,7 +237,7 @@ class TorchBackendConfig(Section):
     by `linear` and `cosine`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final rate of `linear` and `cosine`, in units of `lr`."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of Adam's two moments (`adamw`, `adamw_8bit`)."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to Adam's denominator."""

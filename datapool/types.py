@@ -546,13 +546,14 @@ def superseded(steps: Sequence[Step]) -> frozenset[int]:
     request took their place. Of two tries at two gateways at once it is the later one, unless the
     agent went on from that. A reply that another Step goes on from was seen."""
     continued = {step.parent_index for step in steps}
-    found: set[Any] = set()
+    found: set[int] = set()
     for step in steps:
-        if (first := step.metadata.get(DUPLICATE_OF)) is not None:
+        # Others' Steps may have anything there.
+        if isinstance(first := step.metadata.get(DUPLICATE_OF), int):
             found.add(first if step.step_index in continued else step.step_index)
         if isinstance(others := step.metadata.get(SUPERSEDES), list):
             found.update(i for i in others if isinstance(i, int))
-    return frozenset(i for i in found if isinstance(i, int) and i not in continued)
+    return frozenset(i for i in found if i not in continued)
 
 
 def last_seen(steps: Sequence[Step]) -> int:

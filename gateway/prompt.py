@@ -234,12 +234,14 @@ class Prompts:
         if n >= context:
             raise ContextLengthError.of(n, context, at_least=True)
 
-    def refuse_vision_ids(self, ids: TokenIds, where: str) -> None:
-        """Refuse ids of vision tokens in what a white-box agent sends, which has no pictures.
+    def refuse_other_ids(self, ids: TokenIds, where: str) -> None:
+        """Refuse ids in what a white-box agent sends that the model has not, or has for pictures,
+        of which there are none.
 
         Raises:
             RequestError
         """
+        self._refuse_unknown_ids(ids, where)
         if self.vision is None:
             return
         found = ids[np.isin(ids, self.vision.forbidden_ids)]
@@ -348,13 +350,7 @@ class Prompts:
             return attached.parent, join([attached.new_prompt_ids, attached.response_ids])
         if isinstance(rest, bytes):
             new_ids = np.frombuffer(rest, np.int32)
-            vocabulary = self.renderer.tokenizer.vocabulary
-            if len(new_ids) and (most := int(new_ids.max())) >= vocabulary:
-                # An engine may take it; the trainer's embedding has no such row.
-                raise RequestError(
-                    f"prompt holds the token id {most}; the model's lie in [0, {vocabulary})",
-                    "prompt",
-                )
+            self._refuse_unknown_ids(new_ids, "prompt")
         else:
             tokenizer = self.renderer.tokenizer
             new_ids = await self._offload(len(rest), lambda: tokenizer.encode(rest, context))
@@ -363,6 +359,14 @@ class Prompts:
         if attached is None and len(new_ids) == 0:
             raise RequestError("prompt is empty; send some text", "prompt")
         return attached, new_ids
+
+    def _refuse_unknown_ids(self, ids: TokenIds, where: str) -> None:
+        vocabulary = self.renderer.tokenizer.vocabulary
+        if len(ids) and (most := int(ids.max())) >= vocabulary:
+            # An engine may take it; the trainer's embedding has no such row.
+            raise RequestError(
+                f"{where} holds the token id {most}; the model's lie in [0, {vocabulary})", where
+            )
 
     async def _whole(self, request: ChatRequest, context: int | None) -> TokenIds:
         """Ids of a whole prompt."""

@@ -574,7 +574,7 @@ async def submit_steps(request: Request, body: SubmitSteps) -> Response:
     channel = body.channel or services.config.channel
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(body.steps)]
     for i, step in enumerate(steps):
-        services.calls.prompts.refuse_vision_ids(step.token_ids, f"steps[{i}]")
+        services.calls.prompts.refuse_other_ids(step.token_ids, f"steps[{i}]")
     pool_access = services.pool_access
     stored = services.pool.submit_steps(steps, channel=channel, timeout_s=pool_access.room_s)
     outcomes = await pool_access.ask(stored, room=True)

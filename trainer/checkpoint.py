@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from safetensors import SafetensorError
 
 from stepwell.backends.errors import checkpoint_remedy
 from stepwell.datapool.sealed import check, fsync, read_sealed, seal, write_sealed
@@ -79,6 +80,8 @@ class CheckpointStore:
             for old in folder.glob("step_*.old"):  # killed between two renames, see `save`
                 if not old.with_suffix("").exists():
                     old.rename(old.with_suffix(""))
+                else:  # or behind them: once the new one is pruned, this would take its place
+                    shutil.rmtree(old, ignore_errors=True)
 
     def draft(self, step: int) -> Path:
         """The empty folder that becomes `step_{step}`: models write theirs into it first.
@@ -364,9 +367,10 @@ def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], targ
             f"{path} is of the model in {model}, which is gone; put it back: config and tokenizer "
             "are taken from there"
         )
-    config = TorchBackendConfig.model_validate(
-        {**about["backend_config"], "device": "cpu", "ranks": 1, "context_parallel": 1}
-    )
+    # Weights alone are read and written here: what computes with them need not be on this machine.
+    here = {"device": "cpu", "ranks": 1, "context_parallel": 1, "reference_path": None}
+    here |= {"attention": "eager", "rows": "merged"}
+    config = TorchBackendConfig.model_validate({**about["backend_config"], **here})
     backend = build_backend(about["backend"], config, model)
     draft = target.parent / f".{target.name}.tmp"
     try:
@@ -375,7 +379,7 @@ def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], targ
         draft.mkdir(parents=True)
         backend.save_weights(draft)
         draft.rename(target)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:  # the latter of a full disk
         raise CheckpointError(f"{target} cannot be written ({e})") from e
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -64,6 +64,7 @@ from stepwell.backends.torch.model import (
     load_model,
     model_dir,
     no_progress_bars,
+    read_model,
 )
 from stepwell.backends.torch.optimizer import (
     MasterWeights,
@@ -423,10 +424,7 @@ class TorchBackend(TrainingBackend):
                 own = lora.adapter_weights(self._masters.named())
                 weights = lora.load_adapters(folder, own, self._started_from["model"])
             else:
-                known = self._model.state_dict().keys()
-                weights = {module_name(name, known): t for name, t in read_tensors(folder)}
-                if wrong := (known ^ weights.keys()) - self._aliases.keys():
-                    raise RuntimeError(f"{sorted(wrong)[0]} is in one of the two alone")
+                weights = self._published(folder)
             load_weights(self._model, weights)
             self._masters.load(weights)
         except RuntimeError as e:
@@ -436,6 +434,22 @@ class TorchBackend(TrainingBackend):
             ) from e
         self._masters.round()
         self._optimizer = build_optimizer(self._config, self._masters.parameters)
+
+    def _published(self, folder: Path) -> dict[str, Tensor]:
+        """The weights in `folder`, by the model's names.
+
+        Raises:
+            RuntimeError: they are of another model.
+        """
+        known = self._model.state_dict().keys()
+        weights = {module_name(name, known): t for name, t in read_tensors(folder)}
+        if known ^ weights.keys() <= self._aliases.keys():
+            return weights
+        # Files may have what transformers alone puts together (experts, one by one) or leaves out.
+        weights = read_model(folder, trust_remote_code=self._config.trust_remote_code)
+        if wrong := (known ^ weights.keys()) - self._aliases.keys():
+            raise RuntimeError(f"{sorted(wrong)[0]} is in one of the two alone")
+        return weights
 
     def _adapters(self) -> dict[str, Tensor]:
         """Float32, whole, on the first rank."""

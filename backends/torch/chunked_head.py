@@ -59,7 +59,7 @@ def chunked(
 
     # The model's own forward, so that it prepares the decoder's inputs as ever; its head sees an
     # output without positions.
-    with model.base_model.register_forward_hook(keep):
+    with _decoder(model).register_forward_hook(keep):
         model(**model_kwargs)
     (output,) = seen
     hidden = output.last_hidden_state.flatten(0, 1)[positions]
@@ -92,9 +92,16 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
     return changed
 
 
+def _decoder(model: Any) -> Any:
+    """The module whose output the model's forward gives to the head: of one that reads pictures
+    what has the tower, too; OPT passes by the base model."""
+    reads_pictures = "vision_config" in model.config.sub_configs
+    return model.base_model if reads_pictures else model.get_decoder()
+
+
 @contextmanager
 def _decoder_returns(model: Any, output: Any) -> Iterator[None]:
-    decoder = model.base_model
+    decoder = _decoder(model)
     # An attribute of the instance hides the method of its class, and is gone again afterwards.
     decoder.forward = lambda *_, **__: output
     try:

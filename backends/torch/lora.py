@@ -39,11 +39,13 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
     """Freeze `model` and give its target modules adapters in float32, drawn from torch's RNG.
 
     Raises:
-        BackendConfigError: peft is not installed, or no module matches `target_modules`.
+        BackendConfigError: peft is not installed, no module matches `target_modules`, or some are
+            no linear layers.
     """
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
+        from peft.tuners.lora import ParamWrapper
     except ImportError as e:
         raise BackendConfigError(
             "backend.lora is set, which needs peft; pip install 'peft>=0.17' or remove it"
@@ -66,10 +68,18 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         raise BackendConfigError(
             f"backend.lora.target_modules is {target!r}: {str(e).strip().splitlines()[0]}"
         ) from e
+    layers = _layers(model)
+    if others := [name for name, m in layers if isinstance(m, ParamWrapper)]:
+        linear = {n.rpartition(".")[2] for n, m in layers if not isinstance(m, ParamWrapper)}
+        raise BackendConfigError(
+            f"backend.lora.target_modules is {target!r}, with which peft adapts experts or routers "
+            f"({others[0]}), too, and only linear layers can be merged for engines; name those: "
+            f"[{', '.join(sorted(linear))}]"
+        )
     tied = (model.get_output_embeddings(), model.get_input_embeddings())
     ties = (model.config, model.config.get_text_config())
     if any(getattr(c, "tie_word_embeddings", False) for c in ties) and any(
-        m in tied for _, m in _layers(model)
+        m in tied for _, m in layers
     ):
         raise BackendConfigError(
             f"backend.lora.target_modules is {target!r}, which adapts the LM head or the "

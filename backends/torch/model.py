@@ -374,6 +374,30 @@ def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: b
     return model
 
 
+def read_model(path: Path, *, trust_remote_code: bool) -> dict[str, Tensor]:
+    """The weights of the model in `path` by the names of its module, in the type that they have
+    there.
+
+    Raises:
+        RuntimeError: it is no model, or not a whole one.
+    """
+    try:
+        with no_progress_bars():
+            model, found = load_causal_lm(
+                path,
+                trust_remote_code=trust_remote_code,
+                dtype="auto",
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, ImportError) as e:
+        raise RuntimeError(f"it cannot be loaded: {e}") from e
+    if missing := sorted(found["missing_keys"]):
+        raise RuntimeError(f"{missing[0]} is not there")
+    weights: dict[str, Tensor] = model.state_dict()
+    return weights
+
+
 def model_dir(path: Path, key: str) -> Path:
     if not (path / "config.json").is_file():
         raise BackendConfigError(
@@ -408,6 +432,9 @@ def checkpoint_layers(model: Any, *, selective: bool = False) -> None:
     for layer in layers:
         # Layers checkpoint in training mode only; what is in them (dropout) stays in eval mode.
         layer.training = True
+        for name, value in vars(layer).items():  # dropout that is a function has its rate there
+            if "drop" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
 
 
 def _kept_operations() -> list[Any]:

@@ -351,4 +351,7 @@ def start(
         raise BackendConfigError(
             f"backend.ranks is {config.ranks}, but Ray is not running; call ray.init() first"
         )
+    # A rank's working directory need not be ours.
+    if config.reference_path is not None:
+        config = config.model_copy(update={"reference_path": config.reference_path.absolute()})
     return RankedBackend(RayRanks(build, config, model_path.absolute(), options))

@@ -336,6 +336,8 @@ def tree_attention_forward(
     unwanted = {name: kwargs.get(name) for name in ("sliding_window", *_ONLY_FLEX * on_cpu)}
     if attention_mask is not None:
         unwanted["attention_mask"] = attention_mask
+    if value.shape[3] != key.shape[3]:  # DeepSeek's; flash kernels take one width
+        unwanted["values of another width"] = value.shape[3]
     for name, value_ in unwanted.items():
         if value_ is not None:
             raise UnsupportedByBackendError(
@@ -380,7 +382,8 @@ def enable(
         remedy: what to do where it cannot be, for the error.
 
     Raises:
-        BackendConfigError: the model does not attend through transformers' interface, or its
+        BackendConfigError: the model does not attend through transformers' interface, its code
+            fails at a tree, or its
             logits for a small tree differ from those of the rows in it.
     """
     # A tree is no tensor; FlexAttention is compiled by itself.
@@ -402,6 +405,10 @@ def enable(
     except UnsupportedByBackendError as e:
         _set_attention(model, before)
         raise BackendConfigError(f"{wanted}, but {e}") from e
+    except Exception as e:  # of the model's own code: it may read a mask that there is not
+        _set_attention(model, before)
+        why = f"{type(e).__name__}: {' '.join(str(e).split()):.200}"
+        raise BackendConfigError(f"{wanted}, which {name} does not take ({why}); {remedy}") from e
     reduced = dtype != torch.float32
     tolerance = PROBE_TOLERANCE["bfloat16" if reduced else _device(model).type]
     if not worst <= tolerance:

@@ -145,8 +145,9 @@ async def publish(
     """Load the weights in `path` as `version` on every engine that lives, or on none.
 
     `store` is committed between verification and continue; without one a crashed engine restarts
-    from the weights it was launched with, at once. The transaction is not interrupted by
-    cancellation of the caller: an engine must not be left paused.
+    from the weights it was launched with, at once. A caller that is cancelled waits for the end of
+    the transaction: no engine must be left paused, as it would be by a process that ends, or be
+    without the store's lock, which a caller may hold.
 
     Args:
         transport: None: the directory is read.
@@ -180,8 +181,12 @@ async def publish(
             continue_timeout_s,
             hook,
         )
+        running = asyncio.ensure_future(transaction.run())
         try:
-            return await asyncio.shield(asyncio.ensure_future(transaction.run()))
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait({running})
+            raise
         except WeightUpdateError as e:
             refusals += None not in e.serving.values()
             if refusals >= REFUSALS or time.monotonic() >= give_up:
@@ -525,9 +530,13 @@ class _Transaction:
 
     async def _readmit(self, replica: _Replica) -> None:
         """Bring a replica that was fenced and answers again to the committed version. Its
-        supervisor does so, too, if it is a new process: under the lock one after the other."""
+        supervisor does so, too, if it is a new process: under the lock one after the other. So
+        does who waited for the lock to publish another version, which is committed then."""
         async with self._locked():
             if not replica.paused:  # its supervisor's: it came up paused
+                return
+            current = self.store.current() if self.store is not None else None
+            if current is not None and current.version != self.update.version:
                 return
             try:
                 engine = replica.engine

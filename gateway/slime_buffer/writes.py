@@ -281,7 +281,7 @@ class RolloutWriter:
         # All that can be wrong with the item is found before anything is opened.
         steps = await asyncio.to_thread(item.steps, body, self._text, version)
         for step in steps:
-            self._prompts.refuse_vision_ids(step.token_ids, "tokens")
+            self._prompts.refuse_other_ids(step.token_ids, "tokens")
         await self._store(item, steps, metadata, repeats)
         return "text" if item.tokens is None else "tokens"
 

@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
+    OPTConfig,
     Qwen3Config,
 )
 
@@ -29,6 +30,7 @@ FAMILIES = {
     "granite-logits-scaling": GraniteConfig(**FORM, logits_scaling=3.0),
     "cohere-logit-scale": CohereConfig(**FORM, logit_scale=0.3, eos_token_id=1, bos_token_id=1),
     "gpt2": GPT2Config(**SMALL_GPT2, vocab_size=VOCAB),
+    "opt": OPTConfig(**FORM, word_embed_proj_dim=32, ffn_dim=48),
 }
 
 

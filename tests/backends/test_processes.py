@@ -9,11 +9,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from stepwell.backends.child import contents
 from stepwell.backends.processes import (
     Bounds,
     Job,
@@ -145,7 +148,7 @@ async def test_a_job_is_ended_whatever_its_processes_are_called(tmp_path: Path) 
 
 LOOKS = """
 import builtins, json, os, subprocess, sys
-from stepwell.backends import child
+from stepwell.backends.child import contents
 grandchild = "import subprocess; subprocess.Popen(['sleep', '600']); print(flush=True); input()"
 argv = [sys.executable, "-c", grandchild]
 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -179,6 +182,27 @@ def test_a_look_at_a_jobs_processes_finds_all_and_reads_of_no_others_if_the_kern
     assert read >= own
     if lists == "lists" and Path(f"/proc/self/task/{os.getpid()}/children").exists():
         assert read == own
+
+
+def test_a_file_that_goes_during_a_look_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that makes and removes files all the time has a bound on its disk all the same."""
+    (tmp_path / "a").touch()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "large").write_bytes(bytes(100_000))
+    scandir = os.scandir
+
+    @contextmanager
+    def listed_first(folder: str) -> Iterator[list[os.DirEntry[str]]]:
+        with scandir(folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        (tmp_path / "a").unlink(missing_ok=True)
+        yield found
+
+    monkeypatch.setattr(os, "scandir", listed_first)
+    size, _ = contents([str(tmp_path)], None)
+    assert size >= 100_000
 
 
 def test_a_command_that_cannot_be_run_is_the_callers_error() -> None:

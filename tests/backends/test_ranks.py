@@ -206,6 +206,22 @@ def test_ranks_without_ray_are_refused(model_path: Path, monkeypatch: pytest.Mon
         build_backend("torch", config_of(ranks=2), model_path)
 
 
+def test_ranks_find_their_models_from_whatever_folder_they_run_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On several nodes it is a copy of the project, without `runs/`."""
+    given: list[Path | None] = []
+
+    def started(build: Any, config: TorchBackendConfig, model: Path, options: Any) -> Any:
+        given.extend([model, config.reference_path])
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks, "RayRanks", started)
+    config = config_of(ranks=2, reference_path="runs/sft/model")
+    build_backend("torch", config, Path("runs/start"))
+    assert given == [Path.cwd() / "runs/start", Path.cwd() / "runs/sft/model"]
+
+
 def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     class WordlessError(ray.exceptions.RayError):
         cause = MemoryError()

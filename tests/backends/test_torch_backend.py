@@ -540,7 +540,14 @@ def test_a_missing_gpu_is_named(model_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "bad", [{"lr": 0.0}, {"rows": "trie"}, {"learning_rate": 1e-3}, {"micro_batch_tokens": 0}]
+    "bad",
+    [
+        {"lr": 0.0},
+        {"rows": "trie"},
+        {"learning_rate": 1e-3},
+        {"micro_batch_tokens": 0},
+        {"betas": (0.9, 1.0)},
+    ],
 )
 def test_a_config_out_of_bounds_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

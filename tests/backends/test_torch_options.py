@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import AutoModelForCausalLM, OPTConfig, Qwen3MoeConfig, get_scheduler
 
 from stepwell.backends.base import LossOutput
 from stepwell.backends.config import TorchBackendConfig
@@ -23,7 +23,7 @@ from stepwell.backends.torch.backend import TorchBackend
 from stepwell.backends.torch.optimizer import learning_rate
 from stepwell.backends.weights import WeightStore
 from stepwell.datapool.types import Step
-from tests.backends.models import qwen3, save_model
+from tests.backends.models import SMALL, qwen3, save_model
 from tests.helpers import instances
 
 VOCAB = 128
@@ -34,6 +34,15 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"optimizer": "adafactor"},
     {"optimizer": "sgd", "momentum": 0.9},
 ]
+
+
+EXPERTS = Qwen3MoeConfig(
+    **SMALL | {"vocab_size": VOCAB},
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -214,6 +223,19 @@ def test_checkpointed_layers_keep_less_and_change_no_update(model_path: Path) ->
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
 
 
+def test_a_checkpointed_layer_drops_nothing_out(tmp_path: Path) -> None:
+    """OPT's does so itself, in training mode, which checkpointing needs."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+    form = OPTConfig(vocab_size=VOCAB, num_attention_heads=4, dropout=0.5, **sizes)
+    path = save_model(form, tmp_path / "model")
+    plain, checkpointed = (backend(path, gradient_checkpointing=on) for on in (False, True))
+    batch = plain.convert(steps_of(1))
+    expected = plain.compute_log_probs(batch)
+    assert torch.equal(checkpointed.compute_log_probs(checkpointed.convert(steps_of(1))), expected)
+    for a, b in zip(train(plain, [1, 2]), train(checkpointed, [1, 2]), strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
 @pytest.mark.parametrize("form", ["merged", "tree"])
 def test_selective_checkpointing_keeps_the_output_of_attention(model_path: Path, form: str) -> None:
     whole, selective = (
@@ -340,6 +362,20 @@ def test_wrong_target_modules_are_named(model_path: Path, target: Any, message: 
     assert "\n" not in str(e.value)
 
 
+def test_adapters_on_experts_are_refused_with_the_layers_to_name(tmp_path: Path) -> None:
+    path = save_model(EXPERTS, tmp_path / "model")
+    with pytest.raises(BackendConfigError, match=r"mlp\.experts\).* \[k_proj, o_proj, .*v_proj\]"):
+        backend(path, lora={"rank": 4})
+    layers = ["k_proj", "o_proj", "q_proj", "v_proj"]
+    trained = backend(path, lora={"rank": 4, "target_modules": layers})
+    train(trained, [1])
+    trained.save_weights(tmp_path / "merged")
+    got = trained.compute_log_probs(trained.convert(steps_of(9)))
+    merged = backend(tmp_path / "merged")
+    expected = merged.compute_log_probs(merged.convert(steps_of(9)))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("adapters", [None, {"rank": 4}], ids=["full", "lora"])
 def test_training_goes_on_from_weights_that_were_published_earlier(
@@ -364,6 +400,22 @@ def test_training_goes_on_from_weights_that_were_published_earlier(
     fresh = backend(model_path, lora=adapters, dtype=dtype)
     start = fresh.compute_log_probs(fresh.convert(steps_of(9)))
     assert torch.equal(start, trained.compute_log_probs(trained.convert(steps_of(9))))
+
+
+def test_a_model_whose_experts_lie_one_by_one_in_its_files_goes_back_too(tmp_path: Path) -> None:
+    """And to a start with the same weights beside them in another form, as Mistral's have."""
+    start = save_model(EXPERTS, tmp_path / "start")
+    save_file({"layers.0.wk.weight": torch.ones(2)}, start / "consolidated.safetensors")
+    trained = backend(start)
+    batch = trained.convert(steps_of(9))
+    began_with = trained.compute_log_probs(batch)
+    train(trained, [0])
+    trained.save_weights(tmp_path / "good")
+    good = trained.compute_log_probs(batch)
+    train(trained, [1])
+    for folder, expected in ((tmp_path / "good", good), (start, began_with)):
+        trained.load_weights(folder)
+        assert torch.equal(trained.compute_log_probs(batch), expected)
 
 
 def test_a_run_may_begin_with_a_version_of_another_run(model_path: Path, tmp_path: Path) -> None:

@@ -226,6 +226,23 @@ async def test_one_that_stays_silent_stays_paused(store: WeightStore) -> None:
     assert c.serves
 
 
+async def test_one_that_was_left_out_is_not_taken_back_behind_a_version_that_came_meanwhile(
+    store: WeightStore,
+) -> None:
+    """Who waited for the lock, a roll-back, publishes before the first brings its replica back."""
+    *_, c = replicas = three(store)
+    c.fails["load 1"] = EngineTimeoutError("no answer")
+
+    async def replaced(phase: str, when: str) -> None:
+        if (phase, when) == ("continue", "before"):
+            c.fails.clear()
+            await put(replicas, 2, store)
+
+    await put(replicas, 1, store, hook=replaced)
+    assert [r.version for r in replicas] == [2, 2, 2]
+    assert all(r.serves for r in replicas)
+
+
 @pytest.mark.parametrize("error", [EngineRequestError("disk is full"), EngineInternalError("500")])
 async def test_one_that_lives_and_refuses_rolls_all_back(
     store: WeightStore, error: EngineError
@@ -376,6 +393,30 @@ async def test_even_an_error_that_nobody_expected_leaves_no_engine_paused(
     with pytest.raises(WeightUpdateError, match="a bug"):
         await put(replicas, 1, store, hook=broken)
     assert all(r.serves and r.version == 0 for r in replicas)
+
+
+async def test_who_is_cancelled_in_a_publication_has_its_end_and_the_lock_until_then(
+    store: WeightStore,
+) -> None:
+    """Ctrl-C of `stepwell rollback`: with its loop all else would end, and leave engines paused."""
+    *_, c = replicas = three(store)
+
+    async def roll_back() -> None:
+        async with store.lock.held():
+            await put(replicas, 1, store, locked=True)
+
+    async with c.loading() as load:
+        command = asyncio.ensure_future(roll_back())
+        await load.begun.wait()
+        command.cancel()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        with store.lock.tried() as free:
+            assert not free
+    with pytest.raises(asyncio.CancelledError):
+        await command
+    assert [r.version for r in replicas] == [1, 1, 1]
+    assert all(r.serves for r in replicas)
 
 
 async def test_a_publication_waits_for_a_supervisor_that_brings_its_engine_up_to_date(

@@ -15,9 +15,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -32,6 +34,10 @@ from stepwell.datapool.types import Step, TokenIds
 from tests.backends.models import SMALL, SMALL_GPT2, VOCAB, plain_forward
 
 FORM = SMALL | {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
+EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+EXPERTS |= {"topk_group": 1, "moe_intermediate_size": 16}
+LATENT: dict[str, Any] = {"q_lora_rank": 16, "kv_lora_rank": 8, "num_key_value_heads": 4}
+LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 FAMILIES = {
     "qwen3": Qwen3Config(**FORM, head_dim=8, initializer_range=0.2),
     "llama": LlamaConfig(**FORM, initializer_range=0.2),
@@ -396,6 +402,10 @@ def test_a_model_with_tree_attention_still_runs_without_a_tree() -> None:
             "asks for attention with sliding_window.*set backend.rows to 'merged'",
         ),
         (
+            DeepseekV3Config(**FORM | EXPERTS | LATENT),
+            "asks for attention with values of another width.*set backend.rows to 'merged'",
+        ),
+        (
             BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
             "does not attend through transformers' AttentionInterface",
         ),
@@ -404,7 +414,7 @@ def test_a_model_with_tree_attention_still_runs_without_a_tree() -> None:
             "logits of MambaForCausalLM differ by .* mixes tokens by other means",
         ),
     ],
-    ids=["sliding-window", "own-attention", "recurrence"],
+    ids=["sliding-window", "latent", "own-attention", "recurrence"],
 )
 def test_a_model_that_cannot_attend_by_tree_is_refused_and_left_as_it_was(
     config: Any, reason: str
@@ -414,4 +424,22 @@ def test_a_model_that_cannot_attend_by_tree_is_refused_and_left_as_it_was(
     with pytest.raises(BackendConfigError, match=reason) as e:
         enable(policy)
     assert "\n" not in str(e.value)
+    assert policy.config._attn_implementation == before
+
+
+class OwnArguments(LlamaForCausalLM):
+    """A model that came with its code, which passes nothing on."""
+
+    def forward(  # type: ignore[override]  # that is what is tried
+        self, input_ids: Tensor, position_ids: Tensor | None = None, use_cache: bool = False
+    ) -> Any:
+        return super().forward(input_ids, position_ids=position_ids, use_cache=use_cache)
+
+
+def test_a_model_that_fails_at_a_tree_is_refused_by_name_and_left_as_it_was() -> None:
+    policy = OwnArguments(copy.deepcopy(FAMILIES["llama"])).eval()
+    before = policy.config._attn_implementation
+    wanted = r"OwnArguments does not take \(TypeError: .*'tree'\); set backend.rows to 'merged'"
+    with pytest.raises(BackendConfigError, match=wanted):
+        enable(policy)
     assert policy.config._attn_implementation == before

@@ -84,7 +84,7 @@ async def test_a_full_disk_is_a_503_that_says_when_to_come_again_and_the_reply_i
                     {
                         "trajectory_uid": "t1",
                         "prompt_uid": "p1",
-                        "prompt_ids": [*range(9000)],
+                        "prompt_ids": [*range(300)] * 30,
                         "response_ids": [1],
                     }
                 ]

@@ -279,6 +279,14 @@ async def test_a_step_that_comes_after_completion_is_refused(world: Any, http: H
     assert len(world.stored()) == 1
 
 
+OTHER_MODELS = {
+    "prompt_ids": [1],
+    "response_ids": [1_000_000],  # the trainer that is served it would end
+    "trajectory_uid": "t",
+    "prompt_uid": "p",
+}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
@@ -302,6 +310,7 @@ async def test_a_step_that_comes_after_completion_is_refused(world: Any, http: H
         ("/generate", {"messages": MESSAGES, "stream": True}, "stream"),
         ("/submit_steps", {"steps": []}, "steps"),
         ("/submit_steps", {"steps": [{"prompt": [1]}]}, "steps[0].prompt"),
+        ("/submit_steps", {"steps": [OTHER_MODELS]}, "steps[0] holds the token id 1000000"),
     ],
 )
 async def test_malformed_requests_are_refused_by_name(

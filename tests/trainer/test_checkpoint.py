@@ -211,6 +211,10 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(
     after = CheckpointStore(tmp_path, keep=1)
     expected = "new" if died_after == "the second rename" else "old"
     assert latest(after) == {"which": expected}
+    after.set_aside(after=1)
+    again = CheckpointStore(tmp_path, keep=1)
+    assert again.steps() == [], "what made way is gone: it comes back in nobody's place"
+    (tmp_path / "step_2.aside").rename(tmp_path / "step_2")
     after.save(2, {"which": "newer"})
     assert latest(after) == {"which": "newer"}
     after.save(3, {})
@@ -406,13 +410,22 @@ def test_the_best_checkpoint_or_a_step_is_exported_on_request(
         assert all(torch.equal(w, start[n]) for n, w in model.state_dict().items())
 
 
-def test_what_ranks_that_shared_rows_trained_is_exported_by_one_process(
-    run_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "trained_by",
+    [
+        {"ranks": 4, "context_parallel": 2},
+        {"reference_path": Path("a/reference/by/its/path/there")},
+        {"attention": "flash_attention_2"},
+    ],
+    ids=["ranks that share rows", "a reference", "attention of a GPU"],
+)
+def test_what_was_trained_elsewhere_is_exported_by_one_process_here(
+    run_dir: Path, tmp_path: Path, trained_by: dict[str, Any]
 ) -> None:
     store = CheckpointStore(run_dir / "checkpoints")
     newest = store.chosen("latest")
-    of_ranks = TorchBackendConfig(ranks=4, context_parallel=2).model_dump(mode="json")
-    about = {**store.about(newest), "backend_config": of_ranks}
+    there = TorchBackendConfig(**trained_by).model_dump(mode="json")
+    about = {**store.about(newest), "backend_config": there}
     run = tmp_path / "run"
     copied = CheckpointStore(run / "checkpoints")
     draft = copied.draft(2)
@@ -420,6 +433,17 @@ def test_what_ranks_that_shared_rows_trained_is_exported_by_one_process(
     copied.save(2, store.load(newest), about, draft)
     exported = export_checkpoint(run, "latest", tmp_path / "model")
     assert (exported / "model.safetensors").is_file()
+
+
+def test_an_export_to_a_full_disk_says_so_and_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"model cannot be written"):
+            export_checkpoint(run_dir, "latest", tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == []
 
 
 def test_an_export_refuses_a_folder_that_is_there_and_a_run_without_checkpoints(

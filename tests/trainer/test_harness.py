@@ -637,6 +637,9 @@ async def test_a_task_names_no_path(tmp_path: Path, task: dict[str, Any], why: s
 
 BAD: Mapping[str, tuple[dict[str, Any] | str, str]] = {
     "preset": ("claude", "preset is 'claude', which is none of claude_code, codex"),
+    "presets": ({"preset": ["codex"]}, r"harness\.preset\n.*valid string"),
+    "env": ({"preset": "codex", "env": ["A=1"]}, r"harness\.env\n.*valid dictionary"),
+    "files": ({"preset": "codex", "files": "x"}, r"harness\.files\n.*valid dictionary"),
     "empty": ({"env": {}}, "command is empty; give one, or a preset"),
     "placeholder": ({"command": ["a", "{base}"]}, r"\{base\}, which is none of \{api_key\}"),
     "grading": (

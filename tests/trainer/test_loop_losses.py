@@ -192,6 +192,19 @@ def test_a_reply_that_nobody_saw_trains_nothing_unless_that_is_wanted(
     assert ("policy/superseded_share" in prepared.metrics) is masked
 
 
+@pytest.mark.parametrize("own", [{"dataset": "a", "row": 3}, ["t1"], "t1", 0.5])
+def test_what_a_white_box_agent_writes_under_that_key_is_no_other_try(
+    tmp_path: Path, own: object
+) -> None:
+    def marked(t: Trajectory) -> Trajectory:
+        return replace(t, steps=tuple(replace(s, metadata={DUPLICATE_OF: own}) for s in t.steps))
+
+    batch = [replace(g, trajectories=tuple(map(marked, g.trajectories))) for g in groups()]
+    with updater_of(tmp_path, "algorithm.loss.mask_superseded=true") as updater:
+        prepared = updater.prepare(batch)
+    assert (prepared.batch.columns["coef"] != 0).all()
+
+
 def test_a_reply_that_nobody_saw_is_not_the_one_that_was_cut_off(tmp_path: Path) -> None:
     """A try that its client had left was answered when the agent had ended, at its limit."""
 
