@@ -84,29 +84,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `python -m`.
         sys.path.insert(0, os.getcwd())
     except FileNotFoundError:
-        print("stepwell: the working folder was removed; cd to one that is there", file=sys.stderr)
+        _tell("the working folder was removed; cd to one that is there")
         return 2
     try:
         with terminated_as_interrupted():
             return args.run(args) or 0
     except ConfigError as e:
-        print(f"stepwell: {e}", file=sys.stderr)
+        _tell(str(e))
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print(
-            "stepwell: interrupted; everything that was started has been stopped", file=sys.stderr
-        )
+        _tell("interrupted; everything that was started has been stopped")
         return 130
     except InterruptedWhileError as e:
-        print(f"stepwell: interrupted; {e}", file=sys.stderr)
+        _tell(f"interrupted; {e}")
         return 130
     except Exception as e:  # one line if the cause is known; a bug is raised again
         line, code = _expected(e)
         if line is None:
             raise
         for text in (line, *getattr(e, "__notes__", ())):
-            print(f"stepwell: {text}", file=sys.stderr)
+            _tell(text)
         return code
+
+
+def _tell(text: str) -> None:
+    """Print a line on stderr, whose reader may have gone: Ctrl-C ends a `tee` too."""
+    try:
+        print(f"stepwell: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        from stepwell.track.console import print_nowhere
+
+        print_nowhere(sys.stderr)
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -487,10 +495,10 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         if interrupted:
-            os.write(2, b"stepwell: interrupted twice; ended at once\n")
+            _write_error(b"stepwell: interrupted twice; ended at once\n")
             os._exit(130)
         interrupted = True
-        os.write(2, b"stepwell: stopping; once more ends it at once\n")
+        _write_error(b"stepwell: stopping; once more ends it at once\n")
         loop.call_soon_threadsafe(task.cancel, INTERRUPTED)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -505,6 +513,12 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _write_error(line: bytes) -> None:
+    """Write to stderr in a handler of a signal, which may have ended the `tee` that reads it."""
+    with suppress(OSError):
+        os.write(2, line)
 
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})

@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -58,9 +58,13 @@ class Terminal(Console):
         print_nowhere()
 
 
-def print_nowhere() -> None:
-    """Discard what is printed from now on, and what Python flushes at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def print_nowhere(stream: TextIO | None = None) -> None:
+    """Discard what is printed from now on, and what Python flushes at its end.
+
+    Args:
+        stream: None: stdout.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 class Display:
