@@ -263,15 +263,15 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _attach(args: argparse.Namespace) -> None:
-    from stepwell.config.load import attached_config
+    from stepwell.config.load import attached_config, named_config
     from stepwell.run.checks import check_attached
     from stepwell.run.find import find_run
     from stepwell.run.folder import refuse_second_trainer
 
     folder, run = find_run(args.attach)
     refuse_second_trainer(folder)
-    if args.config is not None and Path(args.config).is_file():
-        args.config = str(Path(args.config).absolute())
+    if args.config is not None:
+        args.config = str(named_config(args.config).absolute())
     here = Path.cwd()
     if run.folder.is_dir():  # relative paths and modules mean what they meant to the run
         os.chdir(run.folder)

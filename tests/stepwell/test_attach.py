@@ -36,6 +36,7 @@ from stepwell.run.folder import (
     RunFile,
     begin,
     left_by_trainer,
+    only_run_in,
     only_trainer_in,
     refuse_second_trainer,
 )
@@ -128,6 +129,45 @@ def test_a_secret_of_the_trainers_is_asked_for_again(tmp_path: Path) -> None:
     again = "rollout.reward.kwargs.api_key=of-the-judge"
     config = attached(tmp_path, live(tmp_path, judge), again)
     assert config.rollout.reward == live(tmp_path, judge).rollout.reward
+
+
+def test_a_secret_of_the_runs_environment_is_the_trainers_too_once_it_is_given_again(
+    tmp_path: Path,
+) -> None:
+    own = live(tmp_path, "cluster.env={HF_TOKEN: hf_mine, NCCL_SOCKET_IFNAME: eth1}")
+    with pytest.raises(ConfigError, match=r"cluster\.env\.HF_TOKEN is a secret, which .* again"):
+        attached(tmp_path, own)
+    config = attached(tmp_path, own, "cluster.env.HF_TOKEN=hf_mine")
+    assert config.cluster.env == own.cluster.env
+    with pytest.raises(ConfigError, match=r"cluster\.env is .*eth0") as refused:
+        attached(
+            tmp_path,
+            own,
+            *("cluster.env.HF_TOKEN=hf_mine", "cluster.env.NCCL_SOCKET_IFNAME=eth0"),
+        )
+    assert "hf_mine" not in str(refused.value)
+
+
+def test_text_of_a_run_that_looks_like_a_reference_is_none(tmp_path: Path) -> None:
+    stops = r"rollout.stop=['\${HOME}', '\\\${HOME}', '$HOME {x}']"
+    own = live(tmp_path, stops)
+    assert own.rollout.stop == ("${HOME}", r"\${HOME}", "$HOME {x}")
+    assert attached(tmp_path, own).rollout.stop == own.rollout.stop
+
+
+def test_a_preset_beside_the_command_is_that_and_not_what_the_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started, here = tmp_path / "started", tmp_path / "here"
+    for folder in (started / "run", here / "configs"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(started)
+    begin(live(started / "run"))
+    (here / "configs" / "mine.yaml").write_text("trainer: { total_step: 5 }\n")
+    monkeypatch.chdir(here)
+    with only_run_in(started / "run"):
+        assert main(["train", "--attach", str(started / "run"), "--config", "mine"]) == 2
+    assert "did you mean 'total_steps'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

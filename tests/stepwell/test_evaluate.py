@@ -42,7 +42,8 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_unchecked")
 def test_a_run_is_evaluated_beside_itself_and_only_evaluated(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "mine", "validation.n=3", "gateway.port=8199", "engine.port=4711")
+    own = ["validation.n=3", "gateway.port=8199", "engine.port=4711", r"rollout.stop=['\${HOME}']"]
+    run = run_of(tmp_path / "mine", *own)
     checkpoint(run, 5)
     newest = checkpoint(run, 12)
     config = evaluation_of(str(run))
@@ -51,6 +52,7 @@ def test_a_run_is_evaluated_beside_itself_and_only_evaluated(tmp_path: Path) -> 
     assert (config.validation.only, config.validation.n) == (True, 3)
     assert (config.gateway.port, config.engine.port, config.logging.wandb) == (0, 0, "disabled")
     assert config.pool.journal_dir is None
+    assert config.rollout.stop == ("${HOME}",)
     config = evaluation_of(str(run), 5, None, ["validation.n=8"])
     assert (config.run.resume, config.validation.n) == (run / "checkpoints" / "step_5", 8)
     assert read_run(run).name == "mine", "the run's own file is as it was"
