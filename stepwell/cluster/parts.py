@@ -63,6 +63,8 @@ from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
 log = logging.getLogger(__name__)
 
 POOL_NAME = "data_pool"
+KEY_BYTES = 32
+"""Length of a run's own admin key, before it is text."""
 STOP_S = 10
 """Seconds that gateways are given to stop, and then engines."""
 
@@ -88,7 +90,7 @@ class Cluster(Parts):
     """One per replica. `/init_trajectory` at any of them hands out the address of one. None where
     nobody is served (`RunConfig.serves`)."""
     key_file: Path | None = None
-    """Holds the gateway's admin key, if the run made one."""
+    """Holds the run's own admin key, if the gateway has keys."""
 
     @property
     def gateway_url(self) -> str:
@@ -139,7 +141,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             yield Cluster(pool=pool, engines=(), placement=placement, ray=ray_here(namespace))
             return
         network = Network(await asyncio.to_thread(cluster_nodes))
-        gateway_config = network.gateway(config.gateway)
+        gateway_config = network.gateway(config.gateway, _own_key(folder / GATEWAY_KEY))
         here = {"scheduling_strategy": on_this_node()}
         configs = []
         for i in range(1 if engine_config.is_attached else config.cluster.engines):
@@ -166,7 +168,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         keys = gateway_config.admin_keys
         key_file = folder / GATEWAY_KEY if keys != config.gateway.admin_keys else None
         if key_file is not None:
-            _write_key(key_file, keys[0])
+            _write_key(key_file, keys[-1])
         workers: Sequence[WorkerHandle] = ()
         if trains and config.rollout.agent is not None:
             key = keys[0] if keys else None
@@ -227,6 +229,17 @@ async def _start_gateways(
     return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))
 
 
+def _own_key(path: Path) -> SecretStr:
+    """The run's own admin key: that of its last start, as trajectories may go on with keys that it
+    signed; a new one where there is none."""
+    new = secrets.token_urlsafe(KEY_BYTES)
+    try:
+        kept = path.read_text()
+    except OSError:
+        return SecretStr(new)
+    return SecretStr(kept if len(kept) == len(new) else new)
+
+
 def _write_key(path: Path, key: SecretStr) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -284,7 +297,9 @@ class Network:
 
         one node                  loopback, as configured by default
         several nodes, gateway    the address of the driver's node, where it runs: rollout workers
-                                  may be on any. With an admin key: one is made if none is set
+                                  may be on any
+        a gateway with keys       those that are configured, and an admin key of the run's own: its
+                                  rollouts and commands have it. A gateway that others reach has one
         several nodes, an engine  loopback if it is on the driver's node, as the gateway and the
                                   trainer are; otherwise its own node's address
 
@@ -298,13 +313,13 @@ class Network:
     def _driver(self) -> Node:
         return next(node for node in self.nodes if node.is_driver)
 
-    def gateway(self, config: GatewayConfig) -> GatewayConfig:
-        """With the address to listen on, and a key if others reach it."""
+    def gateway(self, config: GatewayConfig, own_key: SecretStr) -> GatewayConfig:
+        """With the address to listen on, and `own_key`, last, if it has keys or others reach it."""
         update: dict[str, object] = {}
-        if len(self.nodes) > 1 and _is_loopback(config.host):
+        if is_reached := len(self.nodes) > 1 and _is_loopback(config.host):
             update["host"] = self._driver.ip
-            if not config.admin_keys:
-                update["admin_keys"] = (SecretStr(secrets.token_urlsafe(32)),)
+        if is_reached or config.admin_keys or config.agent_keys:
+            update["admin_keys"] = (*config.admin_keys, own_key)
         return config.model_copy(update=update)
 
     def engine(self, config: EngineConfig, gateway: GatewayConfig, ip: str | None) -> EngineConfig:

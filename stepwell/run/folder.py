@@ -71,7 +71,7 @@ class GatewayPart(_Part):
     urls: tuple[str, ...]
     """One per replica."""
     key_file: Path | None = None
-    """Holds the admin key, if the run made one."""
+    """Holds the run's own admin key, if its gateway has keys."""
 
     def key(self) -> SecretStr | None:
         """The admin key in `key_file`."""

@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from pydantic import SecretStr
 from stepwell.cluster.parts import start_cluster
 from stepwell.cluster.ray import joined
 from stepwell.layout import GATEWAY_KEY
+from stepwell.run.folder import GatewayPart
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.e2e.conftest import small_config
@@ -361,6 +363,21 @@ async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_pa
             await run.pool.open_group("p", 1)
             ends = await there.run_group.remote(task, "p", 1)
             assert ends == {"complete": 1}
+
+
+@pytest.mark.long
+async def test_commands_on_a_run_have_a_key_where_its_user_gave_the_gateway_keys(
+    tmp_path: Path,
+) -> None:
+    of_the_last_start = "o" * 43
+    (tmp_path / GATEWAY_KEY).write_text(of_the_last_start)
+    async with start_cluster(small_config(tmp_path, f"gateway.admin_keys={'k' * 20}")) as run:
+        gateway = GatewayPart(urls=run.gateway_urls, key_file=run.key_file)
+        key = gateway.key()
+        told = await asyncio.to_thread(gateway.ask, run.gateway_url, "/statistics")
+    assert key is not None
+    assert key.get_secret_value() == of_the_last_start
+    assert told["calls"] is not None
 
 
 STARTER = """
