@@ -14,7 +14,7 @@ import logging
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.copies import OLD, ROLLOUTS
 from stepwell.datapool.log_files import logging_to
+from stepwell.datapool.remote.actor import SHARDS_FILE
 from stepwell.datapool.sealed import remove_drafts
 from stepwell.datapool.store.folder import holder
+from stepwell.datapool.store.salvage import SHARDS, remove_journals
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
 from stepwell.layout import (
@@ -45,6 +47,7 @@ from stepwell.run.folder import (
     GatewayPart,
     PoolPart,
     begin,
+    journal_folder,
     left_by_trainer,
     only_run_in,
     read_run,
@@ -206,7 +209,7 @@ def forget_weights(config: RunConfig, *, trains: bool) -> None:
     folder = config.run.dir / WEIGHTS
     is_first = trains and config.rollout.agent is not None and not _is_roll_back(folder)
     if model != config.model.path.resolve() or is_first:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
 def _is_roll_back(folder: Path) -> bool:
@@ -222,7 +225,8 @@ def _is_roll_back(folder: Path) -> bool:
 
 
 def start_over(folder: Path) -> None:
-    """Remove what a run writes, and nothing else: `run.dir` may be any folder.
+    """Remove what a run writes, and nothing else: `run.dir` may be any folder, and so may the
+    `pool.journal_dir` that the last run had.
 
     Raises:
         ConfigError: a live process uses the run's pool, or trains in it.
@@ -230,13 +234,33 @@ def start_over(folder: Path) -> None:
     from stepwell.trainer.metrics import PROFILE  # torch comes with these
 
     refuse_second_trainer(folder)
-    for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):
-        if (pid := holder(journal)) is not None:
-            raise ConfigError(
-                f"run.resume is never, but process {pid} has the pool of {folder} open; stop that "
-                "run first, or choose another run.name"
-            )
+    chosen = None
+    with suppress(RunUnavailableError, DamagedFileError):  # no run was here, or none that says it
+        chosen = journal_folder(folder)
+    elsewhere = () if chosen in (None, folder) else (chosen,)
+    for pool in (folder / POOL, *elsewhere):
+        for journal in (pool, *pool.glob(SHARDS)):
+            if (pid := holder(journal)) is not None:
+                raise ConfigError(
+                    f"run.resume is never, but process {pid} has the pool of {folder} open; stop "
+                    "that run first, or choose another run.name"
+                )
+    for pool in elsewhere:
+        remove_journals(pool)
+        (pool / SHARDS_FILE).unlink(missing_ok=True)
     for name in (*STARTED_OVER, PROFILE):
-        shutil.rmtree(folder / name, ignore_errors=True)
+        _remove(folder / name)
     for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of a run; of a link to one on another disk, what is in that."""
+    if not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
