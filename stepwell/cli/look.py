@@ -314,8 +314,8 @@ def _doctor(args: argparse.Namespace) -> int:
         return _told(args, check_engine(args.engine, args.kind), NAMES)
     if args.kind is not None:
         raise ConfigError(f"--kind is {args.kind}, of an engine; give --engine URL with it")
-    named = [word for word in args.overrides if "=" not in word]
-    overrides = [word for word in args.overrides if "=" in word]
+    named = [word for word in args.overrides if "=" not in word or Path(word).is_dir()]
+    overrides = [word for word in args.overrides if word not in named]
     if len(named) > 1 or (named and (args.config is not None or overrides)):
         raise ConfigError(f"give one RUN, or --config and KEY=VALUE, not both: {' '.join(named)}")
     config, run, folder = None, None, Path()

@@ -523,6 +523,7 @@ def _write_error(line: bytes) -> None:
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_PATH = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP})
 
 
 def _expected(error: BaseException) -> tuple[str | None, int]:
@@ -550,6 +551,8 @@ def _expected(error: BaseException) -> tuple[str | None, int]:
     if isinstance(error, OSError) and error.errno in _FORBIDDEN and error.filename is not None:
         remedy = "run this as a user who may, or name another place"
         return f"{error.filename} may not be read or written ({error.strerror}); {remedy}", 1
+    if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename is not None:
+        return f"{error.filename} can be no file ({error.strerror}); name another", 2
     return None, 1
 
 

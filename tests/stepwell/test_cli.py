@@ -194,6 +194,40 @@ async def test_a_command_that_fails_while_it_is_interrupted_says_so_in_one_line(
         await interruptible(work())
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status", "a" * 300],
+        ["train", "--attach", "a" * 300],
+        ["config", "--config", "a" * 300],
+        ["data", "delete", "file", "--user", "u"],
+        ["serve", "--config", "live", "run.dir=runs/" + "a" * 300],
+        ["plan", "--config", "quickstart", "cluster.address=a..b:6379"],
+    ],
+)
+def test_a_name_that_can_be_none_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "can be no file" in line or "where nothing answers" in line
+
+
+def test_a_run_whose_folder_is_named_after_a_key_is_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lr=1e-5").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "lr=1e-5"]) == 2
+    assert "lr=1e-5 is no run's folder" in capsys.readouterr().err
+
+
 @contextmanager
 def _error_output_that_nobody_reads() -> Iterator[int]:
     reads, writes = os.pipe()
