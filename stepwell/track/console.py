@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -50,8 +51,16 @@ def all_safe(value: Any) -> Any:
 
 
 class Terminal(Console):
-    """A console whose reader may go before the end, as `head` and a `tee` that was interrupted do:
-    whoever prints goes on."""
+    """A console whose reader may go before the end, as `head`, a `tee` that was interrupted and a
+    terminal that was closed do: whoever prints goes on."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        try:
+            super().print(*objects, **how)
+        except OSError as e:
+            if e.errno != errno.EIO:  # of a terminal that was closed
+                raise
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
