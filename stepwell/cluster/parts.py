@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -58,6 +59,7 @@ from stepwell.gateway.config import ChannelSampling, GatewayConfig, Wiring, is_l
 from stepwell.gateway.server import start_replicas
 from stepwell.layout import GATEWAY_KEY, LOGS, WEIGHTS
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
+from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,9 @@ log = logging.getLogger(__name__)
 POOL_NAME = "data_pool"
 KEY_BYTES = 32
 """Length of a run's own admin key, before it is text."""
+NAME_WAIT_S = 10.0
+"""Ray misses a killed run, whose name is free then, within this."""
+RETRY_S = 0.25
 STOP_S = 10
 """Seconds that gateways are given to stop, and then engines."""
 
@@ -126,15 +131,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             await asyncio.to_thread(check_nodes, config, used)
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
-        pool = client_of(
-            await asyncio.to_thread(
-                start_shards,
-                config.pool_of_run if trains else config.pool_of_served,
-                POOL_NAME,
-                namespace,
-                folder / LOGS,
-            )
-        )
+        pool = await _start_pool(config, trains, namespace, folder / LOGS)
         engine_config = engine_of_run(config, placement.plan.mode == "colocated")
         if not config.serves:
             settle_heap()
@@ -185,6 +182,29 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             ray=ray_here(namespace),
             key_file=key_file,
         )
+
+
+async def _start_pool(
+    config: RunConfig, trains: bool, namespace: str, logs: Path
+) -> DataPoolClient:
+    """
+    Raises:
+        ConfigError: another run of this name is alive on the same Ray.
+    """
+    pool = config.pool_of_run if trains else config.pool_of_served
+    give_up = time.monotonic() + NAME_WAIT_S
+    while True:
+        try:
+            shards = await asyncio.to_thread(start_shards, pool, POOL_NAME, namespace, logs)
+            return client_of(shards)
+        except ray.exceptions.ActorAlreadyExistsError as e:
+            if time.monotonic() >= give_up:
+                raise ConfigError(
+                    f"run.name is {config.run.name!r}, and another run of that name is alive on "
+                    f"the Ray at {ray.get_runtime_context().gcs_address}; choose another run.name, "
+                    "or stop that run first"
+                ) from e
+        await asyncio.sleep(RETRY_S)
 
 
 async def _start_engines(

@@ -22,8 +22,9 @@ import pytest
 import ray
 from pydantic import SecretStr
 
-from stepwell.cluster.parts import start_cluster
+from stepwell.cluster.parts import POOL_NAME, start_cluster
 from stepwell.cluster.ray import joined
+from stepwell.datapool import PoolConfig, start_data_pool
 from stepwell.layout import GATEWAY_KEY
 from stepwell.run.folder import GatewayPart
 from stepwell.trainer.errors import ConfigError
@@ -363,6 +364,27 @@ async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_pa
             await run.pool.open_group("p", 1)
             ends = await there.run_group.remote(task, "p", 1)
             assert ends == {"complete": 1}
+
+
+@pytest.mark.long
+async def test_a_second_run_of_one_name_on_a_cluster_is_told_and_one_after_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder, or another machine: no lock tells."""
+    with ray_nodes({"num_cpus": 1}) as cluster:
+        config = small_config(tmp_path, f"cluster.address={cluster.address}", "run.name=mine")
+        with joined(cluster.address):
+            other = {"namespace": "stepwell-mine", "lifetime": "detached"}
+            start_data_pool(PoolConfig(durability="none"), name=POOL_NAME, **other)
+        with monkeypatch.context() as at_once:
+            at_once.setattr("stepwell.cluster.parts.NAME_WAIT_S", 0.0)
+            with pytest.raises(ConfigError, match=r"run\.name is 'mine', and another run of that"):
+                async with start_cluster(config):
+                    pass
+        with joined(cluster.address):
+            ray.kill(ray.get_actor(POOL_NAME, "stepwell-mine"))
+        async with start_cluster(config) as run:
+            await run.pool.open_group("p", 1)
 
 
 @pytest.mark.long
