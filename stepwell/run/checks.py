@@ -50,7 +50,7 @@ from stepwell.cluster.engine_flags import engine_share
 from stepwell.cluster.placement import Plan, machine, plan, trains_elsewhere, wanted_gpus
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DataPoolError
-from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.errors import GatewayError, PortInUseError
 from stepwell.gateway.server import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
 from stepwell.run.folder import refuse_second_run, refuse_to_remove
@@ -209,17 +209,17 @@ def ray_cluster(config: RunConfig) -> None:
 
 def gateway_port(config: RunConfig) -> None:
     gateway = config.gateway
-    if not gateway.port or not _is_here(config):
+    if not _is_here(config):
         return
-    for port in range(gateway.port, gateway.port + gateway.replicas):
-        bind(gateway.host, port).close()
+    for number in range(gateway.replicas if gateway.port else 1):
+        bind(gateway.host, gateway.port + number).close()
 
 
 def engine_port(config: RunConfig) -> None:
     engine, count = config.engine, config.cluster.engines
-    if not engine.port or engine.is_attached:
+    if engine.is_attached:
         return
-    if count > 1:
+    if engine.port and count > 1:
         raise ConfigError(
             f"engine.port is {engine.port}, but cluster.engines is {count}: they cannot share it; "
             "set engine.port to 0"
@@ -227,11 +227,17 @@ def engine_port(config: RunConfig) -> None:
     if _is_here(config):
         try:
             bind(engine.host, engine.port).close()
-        except GatewayError as e:
+        except PortInUseError as e:
             raise ConfigError(
                 f"engine.port is {engine.port} on {engine.host}, which cannot be had "
                 f"({getattr(e.__cause__, 'strerror', e)}); stop what uses it, or set "
                 "engine.port to 0 for a free one"
+            ) from e
+        except GatewayError as e:
+            raise ConfigError(
+                f"engine.host is {engine.host!r} and engine.port is {engine.port}: "
+                f"{getattr(e.__cause__, 'strerror', e)}; use an address of this machine, and a "
+                "port that you may open"
             ) from e
 
 

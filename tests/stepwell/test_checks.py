@@ -157,6 +157,8 @@ MISTAKES = {
     # the machine
     "gateway.port={taken}": "gateway.port is {taken}, which another process uses on 127.0.0.1;",
     "engine.port={taken}": "engine.port is {taken} on 127.0.0.1, which cannot be had (Address alre",
+    "engine.host=192.0.2.1": "engine.host is '192.0.2.1' and engine.port is 0: Cannot assign requ",
+    "gateway={{host: 192.0.2.1, admin_keys: aaaaaaaaaaaaaaaa, port: 0}}": "gateway.host is '192.0.",
     "run.dir={folder}/file/run": "run.dir is '{folder}/file/run', which cannot be written (Not a d",
     "pool.journal_dir={folder}/file/j": "pool.journal_dir is '{folder}/file/j', which cannot be wr",
     "trainer.save_debug_rollout_data={folder}/file/b": "trainer.save_debug_rollout_data is",
