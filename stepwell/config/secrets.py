@@ -13,6 +13,7 @@ HIDDEN = "**********"
 _SECRET = re.compile(
     r"(?i)(^|[_-])(authorization|cookie|credentials?|passw(or)?d|secret|token"
     r"|(api|access|admin|private|secret)[_-]?keys?)$"
+    r"|(?-i:^[A-Z0-9_]*(KEY|PASS|PASSWORD|_PWD|TOKEN|SECRET)$)"  # variables: OPENAI_KEY, PGPASSWORD
 )
 _PASSWORD = re.compile(r"(?<=://)([^/@:\s]*):[^/@\s]+@")
 
