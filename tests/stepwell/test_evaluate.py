@@ -91,6 +91,19 @@ def test_what_is_named_beside_the_command_is_that_and_not_what_the_run_has(
     assert config.rollout.reward.function == f"{here}/reward.py:score"
 
 
+@pytest.mark.usefixtures("_unchecked")
+def test_the_key_of_each_rollout_of_a_harness_is_no_secret_of_the_run(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "x"}\n')
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    own = [f"run.dir={folder}", f"data={tasks}", "rollout.harness=claude_code"]
+    began = load_config(None, [f"model.path={MODEL}", *own])
+    begin(began)
+    checkpoint(folder, 5)
+    assert evaluation_of(str(folder)).rollout.harness == began.rollout.harness
+
+
 def test_a_model_is_evaluated_on_the_tasks_of_a_preset(tmp_path: Path) -> None:
     config = evaluation_of(str(MODEL), "latest", "quickstart", ["validation.n=4"])
     assert (config.model.path, config.validation.only, config.validation.n) == (MODEL, True, 4)
