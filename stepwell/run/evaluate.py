@@ -54,6 +54,10 @@ def evaluation_of(
                 "model, say on what: --config PRESET or rollout.agent=MODULE:FUNCTION "
                 "data.val=TASKS.jsonl"
             )
+        if step != "latest":
+            raise ConfigError(
+                f"--step is {step}, of a run's checkpoints, and {what} is no run's folder"
+            )
         run = f"eval-{named_as(Path(what).name or 'model')}"
         own = [f"run.name={run}", "logging.wandb=disabled", "logging.console=quiet"]
         only = [f"model.path={json.dumps(what)}", "validation.only=true"]

@@ -130,6 +130,8 @@ def test_a_mistake_is_one_line_with_its_remedy(tmp_path: Path, capsys: Capture) 
     assert "--config is quickstart, but" in said(capsys, str(run), "--config", "quickstart", code=2)
     assert "--step is 'last'" in said(capsys, str(run), "--step", "last", code=2)
     assert "say on what" in said(capsys, str(MODEL), code=2)
+    of_model = [str(MODEL), "--config", "quickstart", "--step", "5"]
+    assert "--step is 5, of a run's checkpoints" in said(capsys, *of_model, code=2)
     live = tmp_path / "live"
     live.mkdir()
     begin(load_config("live", [f"run.dir={live}"]))
