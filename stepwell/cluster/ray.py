@@ -534,6 +534,13 @@ def _join(address: str, options: dict[str, Any]) -> None:
     try:
         with _our_signals():
             _init(address, options)
+    except ray.exceptions.RuntimeEnvSetupError as e:
+        project = options.get("runtime_env", {}).get("working_dir")
+        raise ConfigError(
+            f"cluster.address is {address!r}: {project}, which a node there does not have, cannot "
+            f"be sent to it ({_line(e)}); keep data and weights in another folder, or put the "
+            "project on every node"
+        ) from e
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
         if _is_about_a_token(e):
             raise ConfigError(

@@ -22,6 +22,7 @@ import pytest
 import ray
 from pydantic import SecretStr
 
+from stepwell.cluster.nodes import runtime_env
 from stepwell.cluster.parts import POOL_NAME, start_cluster
 from stepwell.cluster.ray import joined
 from stepwell.datapool import PoolConfig, start_data_pool
@@ -385,6 +386,21 @@ async def test_a_second_run_of_one_name_on_a_cluster_is_told_and_one_after_it_wa
             ray.kill(ray.get_actor(POOL_NAME, "stepwell-mine"))
         async with start_cluster(config) as run:
             await run.pool.open_group("p", 1)
+
+
+@pytest.mark.long
+def test_a_project_that_is_too_large_to_travel_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data.bin").write_bytes(os.urandom(1 << 16))
+    monkeypatch.setattr("ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE", 1 << 12)
+    with ray_nodes({"num_cpus": 1}) as cluster:
+        said = rf"{tmp_path}, which a node there does not have, cannot be sent to it \(.*exceeds"
+        with (
+            pytest.raises(ConfigError, match=said),
+            joined(cluster.address, runtime_env=runtime_env(tmp_path, {})),
+        ):
+            pass
 
 
 @pytest.mark.long
