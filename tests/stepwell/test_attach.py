@@ -208,9 +208,10 @@ async def test_nodes_are_looked_at_and_variables_set_before_an_attached_trainer_
     monkeypatch.setattr(train, "connect_pool", lambda name, namespace: None)
     monkeypatch.setattr(train, "place", lambda config, serves: on_two)
     monkeypatch.setattr(train, "check_nodes", look)
-    begun = begin(config).model_copy(
+    begun = begin(config).model_copy(update={"host": "another"})
+    begun.write(tmp_path)
+    begun = begun.model_copy(
         update={
-            "host": "another",
             "ray": RayPart(address="10.0.0.2:6379", namespace="n", auth_mode="disabled"),
             "pool": PoolPart(name=POOL_NAME),
             "engines": EnginesPart(urls=(), weights_dir=tmp_path),
@@ -221,6 +222,9 @@ async def test_nodes_are_looked_at_and_variables_set_before_an_attached_trainer_
         await train.attach(config, begun, Checked(None))
     assert joined == {"runtime_env": {"env_vars": {"STEPWELL_TEST_VARIABLE": "eth1"}}}
     assert "STEPWELL_TEST_VARIABLE" not in os.environ
+    begin(config)  # on this machine another run was in a folder of that path
+    with pytest.raises(RunUnavailableError, match=rf"{tmp_path} on another, is not on this mach"):
+        await train.attach(config, begun, Checked(None))
 
 
 # -- one trainer at a time -----------------------------------------------------------------------
