@@ -17,6 +17,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
@@ -567,6 +568,12 @@ def _read_overrides(
                 "open, and put text with brackets, colons or ${…} in quotes"
             )
             continue
+        if "#" in value and _ends_in_comment(value, given):
+            lines.append(
+                f"override {override!r} holds a comment: YAML leaves out # after a space, and all "
+                "behind it; put the value in quotes"
+            )
+            continue
         nested: Any = given["value"]
         parts = key.split(".")
         typed.pop(tuple(parts), None)
@@ -578,6 +585,13 @@ def _read_overrides(
     if typed_in is not None:
         layer = _from_folder(typed_in, layer, ROOT)
     return Layer(None, layer, typed), lines
+
+
+def _ends_in_comment(value: str, given: object) -> bool:
+    """True if YAML gives the same for more text behind `value`."""
+    with suppress(OmegaConfBaseException, YAMLError):
+        return bool(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}x"])) == given)
+    return False
 
 
 def _from_folder(folder: Path, value: Any, types: Sequence[Any], *, is_path: bool = False) -> Any:
