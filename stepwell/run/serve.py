@@ -234,10 +234,7 @@ def start_over(folder: Path) -> None:
     from stepwell.trainer.metrics import PROFILE  # torch comes with these
 
     refuse_second_trainer(folder)
-    chosen = None
-    with suppress(RunUnavailableError, DamagedFileError):  # no run was here, or none that says it
-        chosen = journal_folder(folder)
-    elsewhere = () if chosen in (None, folder) else (chosen,)
+    elsewhere = _journals_elsewhere(folder)
     for pool in (folder / POOL, *elsewhere):
         for journal in (pool, *pool.glob(SHARDS)):
             if (pid := holder(journal)) is not None:
@@ -252,6 +249,17 @@ def start_over(folder: Path) -> None:
         _remove(folder / name)
     for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
+
+
+def _journals_elsewhere(folder: Path) -> list[Path]:
+    """The `pool.journal_dir` of the last run in the folder, if it had one; not that of a run whose
+    folder was copied here."""
+    with suppress(RunUnavailableError, DamagedFileError):  # no run was here, or none that says it
+        run = read_run(folder)
+        journal = journal_folder(folder)
+        is_its_own = (run.folder / run.config["run"]["dir"]).resolve() == folder.resolve()
+        return [journal] if is_its_own and journal != folder else []
+    return []
 
 
 def _remove(folder: Path) -> None:

@@ -134,6 +134,9 @@ def test_a_run_that_is_started_over_has_no_journal_elsewhere_either(
         journal.close()
     (elsewhere / "mine").write_text("")
     (elsewhere / "shards").write_text("")
+    shutil.copytree(run, tmp_path / "copy")
+    start_over(tmp_path / "copy")
+    assert all((folder / "pool.acked").is_file() for folder in folders)
     start_over(run)
     assert [path.name for path in elsewhere.iterdir()] == ["mine"]
 
