@@ -208,8 +208,12 @@ def forget_weights(config: RunConfig, *, trains: bool) -> None:
         model = None
     folder = config.run.dir / WEIGHTS
     is_first = trains and config.rollout.agent is not None and not _is_roll_back(folder)
-    if model != config.model.path.resolve() or is_first:
-        _remove(folder)
+    is_another = model != config.model.path.resolve()
+    if folder.is_symlink():  # to a folder that another run may have, too
+        if is_another:
+            folder.unlink()
+    elif is_another or is_first:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_roll_back(folder: Path) -> bool:
@@ -246,7 +250,7 @@ def start_over(folder: Path) -> None:
         remove_journals(pool)
         (pool / SHARDS_FILE).unlink(missing_ok=True)
     for name in (*STARTED_OVER, PROFILE):
-        _remove(folder / name)
+        shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
 
@@ -260,15 +264,3 @@ def _journals_elsewhere(folder: Path) -> list[Path]:
         is_its_own = (run.folder / run.config["run"]["dir"]).resolve() == folder.resolve()
         return [journal] if is_its_own and journal != folder else []
     return []
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder of a run; of a link to one on another disk, what is in that."""
-    if not folder.is_symlink():
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)

@@ -331,6 +331,13 @@ def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model
     (other / "config.json").write_text("{}")
     forget_weights(live(tmp_path, f"model.path={other}"), trains=False)
     assert not weights.exists()
+    disk = tmp_path / "disk"
+    (disk / "v3").mkdir(parents=True)
+    (disk / "current.json").write_text("{}")
+    (tmp_path / "weights").symlink_to(disk)
+    forget_weights(live(tmp_path, f"model.path={other}"), trains=False)
+    assert not (tmp_path / "weights").exists()
+    assert (disk / "v3").is_dir()
 
     weights.mkdir(parents=True)
     forget_weights(load_config("quickstart", [f"run.dir={tmp_path}"]), trains=True)

@@ -141,17 +141,6 @@ def test_a_run_that_is_started_over_has_no_journal_elsewhere_either(
     assert [path.name for path in elsewhere.iterdir()] == ["mine"]
 
 
-def test_a_folder_of_a_run_that_is_a_link_to_another_disk_is_emptied(tmp_path: Path) -> None:
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    (disk / "step_100").mkdir(parents=True)
-    (disk / "scores.jsonl").write_text("")
-    run.mkdir()
-    (run / "checkpoints").symlink_to(disk)
-    start_over(run)
-    assert (run / "checkpoints").is_symlink()
-    assert list(disk.iterdir()) == []
-
-
 def test_the_newest_is_found_by_number_and_not_by_name(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for step in (9, 10, 100):
