@@ -55,8 +55,8 @@ from stepwell.cli.look import (
     answer,
     console,
     print_json,
-    print_text,
 )
+from stepwell.track.output import print_line
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, NoCheckpointError, TrainerError
 from stepwell.version import __version__
 
@@ -109,12 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tell(text: str) -> None:
     """Print a line on stderr, whose reader may have gone: Ctrl-C ends a `tee` too."""
-    try:
-        print(f"stepwell: {text}", file=sys.stderr, flush=True)
-    except OSError:
-        from stepwell.track.console import print_nowhere
-
-        print_nowhere(sys.stderr)
+    with suppress(OSError):  # a full disk, which has no remedy here
+        print_line(f"stepwell: {text}", sys.stderr)
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -367,7 +363,7 @@ def _answer_names(args: argparse.Namespace) -> None:
 def _init(args: argparse.Namespace) -> None:
     from stepwell.cli.init import write_project
 
-    print_text(write_project(args.folder))
+    print_line(write_project(args.folder))
 
 
 def _step(args: argparse.Namespace) -> Any:

@@ -54,6 +54,7 @@ from stepwell.run.folder import (
     refuse_second_trainer,
 )
 from stepwell.run.record import record_run
+from stepwell.track.output import print_line
 from stepwell.track.summary import SUMMARY
 from stepwell.trainer.errors import ConfigError
 
@@ -71,9 +72,9 @@ async def serve(config: RunConfig) -> None:
             start_over(folder)
         with logged(folder, SERVE_LOG):
             # Programs read the address in the first line of the output.
-            print(starting(config), file=sys.stderr, flush=True)
+            print_line(starting(config), sys.stderr)
             async with start_run(config, trains=False) as cluster:
-                print(where_to_call(config, cluster), flush=True)
+                print_line(where_to_call(config, cluster))
                 for line in _without_trainer(config):
                     log.info("%s", line)
                 while True:

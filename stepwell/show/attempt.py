@@ -36,6 +36,7 @@ from stepwell.run.serve import logged, start_run, starting
 from stepwell.show.run import open_run
 from stepwell.show.trajectory import Opened, opened_of, trajectory_screen
 from stepwell.track.console import safe
+from stepwell.track.output import print_line
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.data.tasks import Task, open_tasks
 from stepwell.trainer.errors import ConfigError
@@ -125,7 +126,7 @@ async def attempt(config: RunConfig, task: Task) -> Tried:
     check_serving(config)
     folder = config.run.dir
     with only_run_in(folder), logged(folder, SERVE_LOG):
-        print(starting(config), file=sys.stderr, flush=True)
+        print_line(starting(config), sys.stderr)
         async with start_run(config, trains=False) as cluster:
             gateway = GatewayPart(urls=cluster.gateway_urls, key_file=cluster.key_file)
             tokenizer = config.gateway.tokenizer_path or config.model.path

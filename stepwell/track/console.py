@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from stepwell.track.output import has_no_reader, print_nowhere
 
 if TYPE_CHECKING:
     from stepwell.trainer.validation import Evaluation
@@ -58,22 +57,13 @@ class Terminal(Console):
         try:
             super().print(*objects, **how)
         except OSError as e:
-            if e.errno != errno.EIO:  # of a terminal that was closed
+            if not has_no_reader(e):
                 raise
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         print_nowhere()
-
-
-def print_nowhere(stream: TextIO | None = None) -> None:
-    """Discard what is printed from now on, and what Python flushes at its end.
-
-    Args:
-        stream: None: stdout.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 class Display:

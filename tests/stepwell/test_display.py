@@ -163,9 +163,12 @@ def test_a_run_goes_on_when_its_terminal_was_closed(tmp_path: Path) -> None:
     """As after `stepwell train &`, `disown` and `exit`."""
     script = """
 from stepwell.track.console import Display
+from stepwell.track.output import print_line
+print_line("starting")
 display = Display("mine", "plain")
 for step in (1, 2):
     display.status(f"step {step}")
+print_line("where to call")
 open("done", "w").close()
 """
     ours, theirs = os.openpty()
