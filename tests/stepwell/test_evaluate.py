@@ -11,8 +11,9 @@ import pytest
 from stepwell import load_config
 from stepwell.cli.main import main
 from stepwell.run.evaluate import evaluation_of
-from stepwell.run.folder import begin, read_run
+from stepwell.run.folder import begin, only_run_in, read_run
 from stepwell.trainer.config.data import JsonlSource
+from stepwell.trainer.errors import ConfigError
 from tests.e2e.conftest import SMALL
 
 MODEL = load_config("quickstart").model.path
@@ -56,6 +57,18 @@ def test_a_run_is_evaluated_beside_itself_and_only_evaluated(tmp_path: Path) -> 
     config = evaluation_of(str(run), 5, None, ["validation.n=8"])
     assert (config.run.resume, config.validation.n) == (run / "checkpoints" / "step_5", 8)
     assert read_run(run).name == "mine", "the run's own file is as it was"
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_engines_of_a_live_run_are_left_alone_and_others_are_taken(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "mine", "engine.kind=attach", "engine.urls=[http://a:1,http://b:1]")
+    checkpoint(run, 5)
+    assert evaluation_of(str(run)).engine.urls == ("http://a:1", "http://b:1")
+    with only_run_in(run):
+        with pytest.raises(ConfigError, match=r"is alive, and its engines \(http://b:1\)"):
+            evaluation_of(str(run), "latest", None, ["engine.urls=[http://b:1,http://c:1]"])
+        others = evaluation_of(str(run), "latest", None, ["engine.urls=[http://c:1]"])
+    assert others.engine.urls == ("http://c:1",)
 
 
 @pytest.mark.usefixtures("_unchecked")
