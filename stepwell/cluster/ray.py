@@ -390,6 +390,16 @@ def visited(address: str) -> Iterator[None]:
         yield
         return
     try:
+        find_ray(address)
+    except ConfigError as e:
+        why = (
+            str(e).partition(";")[0].replace("cluster.address is", "the address of a run's Ray is")
+        )
+        raise RunUnavailableError(
+            f"{why}; the run has ended, or has another: its first lines name it, and so does "
+            "run.json in its folder"
+        ) from e
+    try:
         with ExitStack() as stack:
             if address.startswith("127."):
                 stack.enter_context(_loopback())
@@ -397,7 +407,7 @@ def visited(address: str) -> Iterator[None]:
             yield
     except ConfigError as e:
         raise RunUnavailableError(
-            str(e).replace("cluster.address is", "the address of the run's Ray is")
+            str(e).replace("cluster.address is", "the address of a run's Ray is")
         ) from e
 
 

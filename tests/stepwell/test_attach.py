@@ -174,7 +174,7 @@ def test_a_preset_beside_the_command_is_that_and_not_what_the_run_has(
     ("arguments", "status", "said"),
     [
         (["--attach", "nowhere"], 2, "nowhere does not exist"),
-        (["--attach", "127.0.0.1:9"], 1, "the run's Ray is '127.0.0.1:9', where nothing answers"),
+        (["--attach", "127.0.0.1:9"], 1, "nothing answers (Connection refused); the run has ended"),
         ([], 2, "--config is missing"),
     ],
 )
