@@ -406,9 +406,11 @@ def visited(address: str) -> Iterator[None]:
             stack.enter_context(joined(address))
             yield
     except ConfigError as e:
-        raise RunUnavailableError(
-            str(e).replace("cluster.address is", "the address of a run's Ray is")
-        ) from e
+        raise RunUnavailableError(_of_a_run(e)) from e
+
+
+def _of_a_run(error: ConfigError) -> str:
+    return str(error).replace("cluster.address is", "the address of a run's Ray is")
 
 
 def ray_here(namespace: str) -> RayPart:
