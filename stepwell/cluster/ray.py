@@ -392,11 +392,8 @@ def visited(address: str) -> Iterator[None]:
     try:
         find_ray(address)
     except ConfigError as e:
-        why = (
-            str(e).partition(";")[0].replace("cluster.address is", "the address of a run's Ray is")
-        )
         raise RunUnavailableError(
-            f"{why}; the run has ended, or has another: its first lines name it, and so does "
+            f"{_of_a_run(e).partition(';')[0]}; the run has ended, or has another: its first lines name it, and so does "
             "run.json in its folder"
         ) from e
     try:
