@@ -393,8 +393,8 @@ def visited(address: str) -> Iterator[None]:
         find_ray(address)
     except ConfigError as e:
         raise RunUnavailableError(
-            f"{_of_a_run(e).partition(';')[0]}; the run has ended, or has another: its first lines name it, and so does "
-            "run.json in its folder"
+            f"{_of_a_run(e).partition(';')[0]}; the run has ended, or has another: its first lines "
+            "name it, and so does run.json in its folder"
         ) from e
     try:
         with ExitStack() as stack:
