@@ -55,7 +55,7 @@ def find_ray(address: str) -> str:
     """
     whose = f"cluster.address is {address!r}"
     if address == "auto":
-        if named := os.environ.get("RAY_ADDRESS"):
+        if (named := os.environ.get("RAY_ADDRESS", "auto")) not in ("", "auto"):
             address, whose = named, f"{whose} and RAY_ADDRESS is {named!r}"
         else:
             address = _only_one(whose)
