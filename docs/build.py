@@ -82,7 +82,7 @@ pool. The trainer is at a port of its own, `logging.prometheus_port`, below the 
 ```yaml
 scrape_configs:
   - job_name: stepwell
-    authorization: { credentials_file: runs/NAME/gateway_key } # if the run made a key
+    authorization: { credentials_file: runs/NAME/gateway_key } # if the gateway has keys
     static_configs: [{ targets: ["127.0.0.1:8100", "127.0.0.1:8101"] }]
 ```
 

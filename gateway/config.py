@@ -151,7 +151,8 @@ class GatewayConfig(Section):
     """Address to listen on. One that other machines reach needs keys."""
     admin_keys: tuple[Key, ...] = ()
     """Bearer keys for everything. Write `${oc.env:STEPWELL_ADMIN_KEY}`, so that the key is in the
-    environment and in no file. The first signs the keys of trajectories; all are valid."""
+    environment and in no file. The first signs the keys of trajectories; all are valid. A run adds
+    one of its own for its rollouts and commands, in its folder's `gateway_key`."""
     agent_keys: dict[str, AgentKey] = Field(default_factory=dict)
     """By a name that may be shown, as `{bot: {key: "${oc.env:BOT_KEY}", channel: bot}}`."""
     port: int = Field(default=8100, ge=0, le=65535)

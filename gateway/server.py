@@ -96,7 +96,8 @@ def bind(host: str, port: int) -> socket.socket:
                 "stop it, choose another port, or set gateway.port=0 for a free one"
             ) from e
         raise GatewayError(
-            f"gateway.host is {host!r} and gateway.port is {port}: {e.strerror}"
+            f"gateway.host is {host!r} and gateway.port is {port}: {e.strerror}; use an address of "
+            "this machine, and a port that you may open"
         ) from e
     return listening
 

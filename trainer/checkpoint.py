@@ -283,6 +283,9 @@ class CheckpointStore:
             CheckpointError, DamagedFileError: it is of another format, or damaged.
         """
         wanted = self.best() if step == "best" else step
+        if isinstance(wanted, int) and wanted not in self.steps():
+            steps = self.steps() or "none"
+            raise NoCheckpointError(f"{self.folder} has no step_{wanted}; steps: {steps}")
         path = self.find("auto" if wanted == "latest" or wanted is None else wanted)
         if path is None or wanted is None:
             scored = "scored " if step == "best" and path is not None else ""

@@ -17,7 +17,8 @@ Worked example: one server on nodes 10.0.0.2 and 10.0.0.3, blocks from 21000 and
 Read off SGLang 0.5.23 (`PortArgs.init_new`): without these flags it derives port + 233 … + 239 (DP
 attention) and a random NCCL port, which another server on the node may hold.
 
-Owns the numbers and the search for free ones below the range from which the system hands ports out.
+Owns the numbers and the search for free ones below the range from which the system hands ports out
+(in it, where that begins too low to leave room).
 Only another search could take them between the search and the launch, so a `Block` holds its
 sockets until then. Does not own launching (`nodes.py`).
 """
@@ -34,6 +35,9 @@ from typing import NamedTuple
 BLOCK = 16
 _LOWEST = 10_000
 _ATTEMPTS = 200
+ROOM = 1_000
+"""Ports that are too few to search below those that the system hands out."""
+SYSTEMS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class Host(NamedTuple):
@@ -110,7 +114,7 @@ class Block:
                 raise PortsTakenError(f"ports {first_port} to {first_port + BLOCK - 1} are in use")
             self.first_port = first_port
             return
-        highest = _first_ephemeral() - BLOCK
+        highest = _end_of_search() - BLOCK
         for _ in range(_ATTEMPTS):
             self.first_port = choose(_LOWEST, highest)
             if self._hold(self.first_port):
@@ -139,8 +143,10 @@ class Block:
         self._sockets.close()
 
 
-def _first_ephemeral() -> int:
+def _end_of_search() -> int:
+    """The first port that the system hands out; the last there is, where those leave no room."""
     try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        first = int(SYSTEMS_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return 32_768
+        first = 32_768
+    return first if first > _LOWEST + ROOM else 65_536

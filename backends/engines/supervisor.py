@@ -480,7 +480,10 @@ class Supervisor:
 
 def _free_port(host: str) -> int:
     with socket.socket() as sock:
-        sock.bind((host, 0))
+        try:
+            sock.bind((host, 0))
+        except OSError as e:
+            raise _unusable(host, 0, e) from e
         return int(sock.getsockname()[1])
 
 
@@ -492,8 +495,12 @@ def _in_use(host: str, port: int) -> bool:
         except OSError as e:
             if e.errno == errno.EADDRINUSE:
                 return True
-            raise EngineStartError(
-                f"engine.host is {host!r} and engine.port {port}: cannot listen there "
-                f"({e.strerror}); use an address of this machine and a port you may open"
-            ) from e
+            raise _unusable(host, port, e) from e
     return False
+
+
+def _unusable(host: str, port: int, error: OSError) -> EngineStartError:
+    return EngineStartError(
+        f"engine.host is {host!r} and engine.port {port}: cannot listen there "
+        f"({error.strerror}); use an address of this machine and a port you may open"
+    )

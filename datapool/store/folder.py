@@ -40,7 +40,7 @@ _FORMAT = struct.Struct("<8s16sqqqqqQ16s")
 _OWNER_BYTES = 32
 """Up to `opening`."""
 _SUM_BYTES = 8
-_BEFORE = "pool.sqlite3"
+BEFORE_NAME = "pool.sqlite3"
 """The file of version 3 and before."""
 SYNCED = bytes(16)
 
@@ -87,7 +87,7 @@ def read_last_commit(folder: Path) -> LastCommit | None:
         ValueError: it is damaged.
         JournalVersionError: a journal of another version is there.
     """
-    with contextlib.suppress(FileNotFoundError), (folder / _BEFORE).open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), (folder / BEFORE_NAME).open("rb") as file:
         raise _of_version(folder, int.from_bytes(file.read(100)[60:64], "big"))
     try:
         data = (folder / ACKED_NAME).read_bytes()
@@ -127,7 +127,7 @@ def lost_between(sequence: int, next_row: int, n_rows: int, acked: LastCommit) -
 
 def journal_exists(folder: Path) -> bool:
     """True if there is a journal in `folder`, of whatever version."""
-    return any((folder / name).exists() for name in (ACKED_NAME, _BEFORE))
+    return any((folder / name).exists() for name in (ACKED_NAME, BEFORE_NAME))
 
 
 def make_folder(folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -58,6 +59,7 @@ from stepwell.datapool.errors import (
 from stepwell.datapool.selection import DOUBTFUL
 from stepwell.datapool.store.folder import (
     ACKED_NAME,
+    BEFORE_NAME,
     SALVAGED,
     LastCommit,
     finish_salvages,
@@ -176,6 +178,21 @@ def journals_in(path: Path) -> list[Path]:
             f"{path} holds no journal; give the pool's folder, e.g. runs/NAME/pool"
         )
     return folders
+
+
+def remove_journals(path: Path) -> None:
+    """Remove the journals of a stopped pool from its folder, and nothing else that is there."""
+    for folder in (*path.glob(SHARDS), path):
+        if not (journal_exists(folder) or segments_in(folder)):
+            continue
+        for number in segments_in(folder):
+            segment_path(folder, number).unlink()
+        shutil.rmtree(folder / PICTURES, ignore_errors=True)
+        for name in (ACKED_NAME, BEFORE_NAME):
+            (folder / name).unlink(missing_ok=True)
+        if folder != path:
+            with suppress(OSError):  # somebody has something of their own there
+                folder.rmdir()
 
 
 def _salvage(folder: Path) -> Salvaged:

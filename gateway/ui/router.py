@@ -104,8 +104,8 @@ async def login(request: Request, body: Login) -> Response:
     session = keys.session(body.key or "")
     if keys.required and session is None:
         raise AuthenticationError(
-            "this is no admin key of this gateway (gateway.admin_keys); of a run that made its "
-            "own, it is in the file gateway_key of the run's folder"
+            "this is no admin key of this gateway (gateway.admin_keys); the run's own is in the "
+            "file gateway_key of its folder"
         )
     answer = _json({"ok": True})
     if session is not None:

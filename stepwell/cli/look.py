@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from stepwell.track.output import print_line
 from stepwell.trainer.errors import ConfigError
 
 if TYPE_CHECKING:  # a command loads what it needs
@@ -169,7 +170,7 @@ def console() -> Any:
 
 def print_json(value: Any) -> bool:
     """Print `value` for programs; False: nobody reads any more."""
-    return print_text(json.dumps(_finite(value), default=str))
+    return print_line(json.dumps(_finite(value), default=str))
 
 
 def _finite(value: Any) -> Any:
@@ -185,19 +186,6 @@ def _finite(value: Any) -> Any:
             return value
 
 
-def print_text(text: str) -> bool:
-    """Print `text`, which `head` or a pager may not read to its end; False: nobody reads any
-    more."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        from stepwell.track.console import print_nowhere
-
-        print_nowhere()
-        return False
-    return True
-
-
 def answer(
     args: argparse.Namespace, value: Any, shown: str | Callable[[Any], RenderableType]
 ) -> None:
@@ -205,7 +193,7 @@ def answer(
     if args.json:
         print_json(value)
     elif isinstance(shown, str):
-        print_text(shown)
+        print_line(shown)
     else:
         console().print(shown(value))
 
@@ -314,8 +302,8 @@ def _doctor(args: argparse.Namespace) -> int:
         return _told(args, check_engine(args.engine, args.kind), NAMES)
     if args.kind is not None:
         raise ConfigError(f"--kind is {args.kind}, of an engine; give --engine URL with it")
-    named = [word for word in args.overrides if "=" not in word]
-    overrides = [word for word in args.overrides if "=" in word]
+    named = [word for word in args.overrides if "=" not in word or Path(word).is_dir()]
+    overrides = [word for word in args.overrides if word not in named]
     if len(named) > 1 or (named and (args.config is not None or overrides)):
         raise ConfigError(f"give one RUN, or --config and KEY=VALUE, not both: {' '.join(named)}")
     config, run, folder = None, None, Path()

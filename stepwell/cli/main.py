@@ -55,8 +55,8 @@ from stepwell.cli.look import (
     answer,
     console,
     print_json,
-    print_text,
 )
+from stepwell.track.output import print_line
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, NoCheckpointError, TrainerError
 from stepwell.version import __version__
 
@@ -84,29 +84,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `python -m`.
         sys.path.insert(0, os.getcwd())
     except FileNotFoundError:
-        print("stepwell: the working folder was removed; cd to one that is there", file=sys.stderr)
+        _tell("the working folder was removed; cd to one that is there")
         return 2
     try:
         with terminated_as_interrupted():
             return args.run(args) or 0
     except ConfigError as e:
-        print(f"stepwell: {e}", file=sys.stderr)
+        _tell(str(e))
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print(
-            "stepwell: interrupted; everything that was started has been stopped", file=sys.stderr
-        )
+        _tell("interrupted; everything that was started has been stopped")
         return 130
     except InterruptedWhileError as e:
-        print(f"stepwell: interrupted; {e}", file=sys.stderr)
+        _tell(f"interrupted; {e}")
         return 130
     except Exception as e:  # one line if the cause is known; a bug is raised again
         line, code = _expected(e)
         if line is None:
             raise
         for text in (line, *getattr(e, "__notes__", ())):
-            print(f"stepwell: {text}", file=sys.stderr)
+            _tell(text)
         return code
+
+
+def _tell(text: str) -> None:
+    """Print a line on stderr, whose reader may have gone: Ctrl-C ends a `tee` too."""
+    with suppress(OSError):  # a full disk, which has no remedy here
+        print_line(f"stepwell: {text}", sys.stderr)
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -255,15 +259,15 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _attach(args: argparse.Namespace) -> None:
-    from stepwell.config.load import attached_config
+    from stepwell.config.load import attached_config, named_config
     from stepwell.run.checks import check_attached
     from stepwell.run.find import find_run
     from stepwell.run.folder import refuse_second_trainer
 
     folder, run = find_run(args.attach)
     refuse_second_trainer(folder)
-    if args.config is not None and Path(args.config).is_file():
-        args.config = str(Path(args.config).absolute())
+    if args.config is not None:
+        args.config = str(named_config(args.config).absolute())
     here = Path.cwd()
     if run.folder.is_dir():  # relative paths and modules mean what they meant to the run
         os.chdir(run.folder)
@@ -359,7 +363,7 @@ def _answer_names(args: argparse.Namespace) -> None:
 def _init(args: argparse.Namespace) -> None:
     from stepwell.cli.init import write_project
 
-    print_text(write_project(args.folder))
+    print_line(write_project(args.folder))
 
 
 def _step(args: argparse.Namespace) -> Any:
@@ -487,10 +491,10 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         if interrupted:
-            os.write(2, b"stepwell: interrupted twice; ended at once\n")
+            _write_error(b"stepwell: interrupted twice; ended at once\n")
             os._exit(130)
         interrupted = True
-        os.write(2, b"stepwell: stopping; once more ends it at once\n")
+        _write_error(b"stepwell: stopping; once more ends it at once\n")
         loop.call_soon_threadsafe(task.cancel, INTERRUPTED)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -507,8 +511,15 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
             signal.signal(number, handler)
 
 
+def _write_error(line: bytes) -> None:
+    """Write to stderr in a handler of a signal, which may have ended the `tee` that reads it."""
+    with suppress(OSError):
+        os.write(2, line)
+
+
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_PATH = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP})
 
 
 def _expected(error: BaseException) -> tuple[str | None, int]:
@@ -536,6 +547,8 @@ def _expected(error: BaseException) -> tuple[str | None, int]:
     if isinstance(error, OSError) and error.errno in _FORBIDDEN and error.filename is not None:
         remedy = "run this as a user who may, or name another place"
         return f"{error.filename} may not be read or written ({error.strerror}); {remedy}", 1
+    if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename is not None:
+        return f"{error.filename} can be no file ({error.strerror}); name another", 2
     return None, 1
 
 

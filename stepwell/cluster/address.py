@@ -55,7 +55,7 @@ def find_ray(address: str) -> str:
     """
     whose = f"cluster.address is {address!r}"
     if address == "auto":
-        if named := os.environ.get("RAY_ADDRESS"):
+        if (named := os.environ.get("RAY_ADDRESS", "auto")) not in ("", "auto"):
             address, whose = named, f"{whose} and RAY_ADDRESS is {named!r}"
         else:
             address = _only_one(whose)
@@ -72,9 +72,10 @@ def find_ray(address: str) -> str:
             sock.sendall(_HTTP2_HELLO)
             if sock.recv(9)[3:4] != _SETTINGS:
                 raise OSError("no gRPC server")
-    except OSError as e:
+    except (OSError, UnicodeError) as e:  # the latter of a name that no host has
+        why = getattr(e, "strerror", None) or e
         raise ConfigError(
-            f"{whose}, where nothing answers ({e.strerror or e}); start Ray there (`ray start "
+            f"{whose}, where nothing answers ({why}); start Ray there (`ray start "
             f"--head`) and give its GCS's host:port, or {_OWN}"
         ) from e
     return address

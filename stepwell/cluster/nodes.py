@@ -32,8 +32,9 @@ SAME = ("ray", "torch")
 """Packages that have to be of one version on all nodes, as Stepwell and Python."""
 NONCE = ".stepwell-node-check"
 """Beginning of the files in `run.dir` by which nodes see whether they share it."""
-NOT_SENT = ("runs", "wandb", "tensorboard", ".venv*", "venv", "env", ".git", "node_modules")
-"""Folders of a project that no agent imports, beside what `.gitignore` names."""
+NOT_SENT = ("runs", "wandb", "tensorboard", ".venv*", ".git", "node_modules")
+"""Folders of a project that no agent imports, beside environments of Python, which may have any
+name, and what `.gitignore` names."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def runtime_env(project: Path | None, variables: Mapping[str, str]) -> dict[str,
     """
     env: dict[str, Any] = {}
     if project is not None:
-        env |= {"working_dir": str(project), "excludes": list(NOT_SENT)}
+        environments = (f"/{each.parent.name}" for each in project.glob("*/pyvenv.cfg"))
+        env |= {"working_dir": str(project), "excludes": [*NOT_SENT, *sorted(environments)]}
     if variables:
         env["env_vars"] = dict(variables)
     return env or None

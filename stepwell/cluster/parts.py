@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
@@ -58,11 +59,17 @@ from stepwell.gateway.config import ChannelSampling, GatewayConfig, Wiring, is_l
 from stepwell.gateway.server import start_replicas
 from stepwell.layout import GATEWAY_KEY, LOGS, WEIGHTS
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
+from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
 
 log = logging.getLogger(__name__)
 
 POOL_NAME = "data_pool"
+KEY_BYTES = 32
+"""Length of a run's own admin key, before it is text."""
+NAME_WAIT_S = 10.0
+"""Ray misses a killed run, whose name is free then, within this."""
+RETRY_S = 0.25
 STOP_S = 10
 """Seconds that gateways are given to stop, and then engines."""
 
@@ -88,7 +95,7 @@ class Cluster(Parts):
     """One per replica. `/init_trajectory` at any of them hands out the address of one. None where
     nobody is served (`RunConfig.serves`)."""
     key_file: Path | None = None
-    """Holds the gateway's admin key, if the run made one."""
+    """Holds the run's own admin key, if the gateway has keys."""
 
     @property
     def gateway_url(self) -> str:
@@ -124,22 +131,14 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             await asyncio.to_thread(check_nodes, config, used)
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
-        pool = client_of(
-            await asyncio.to_thread(
-                start_shards,
-                config.pool_of_run if trains else config.pool_of_served,
-                POOL_NAME,
-                namespace,
-                folder / LOGS,
-            )
-        )
+        pool = await _start_pool(config, trains, namespace, folder / LOGS)
         engine_config = engine_of_run(config, placement.plan.mode == "colocated")
         if not config.serves:
             settle_heap()
             yield Cluster(pool=pool, engines=(), placement=placement, ray=ray_here(namespace))
             return
         network = Network(await asyncio.to_thread(cluster_nodes))
-        gateway_config = network.gateway(config.gateway)
+        gateway_config = network.gateway(config.gateway, _own_key(folder / GATEWAY_KEY))
         here = {"scheduling_strategy": on_this_node()}
         configs = []
         for i in range(1 if engine_config.is_attached else config.cluster.engines):
@@ -166,7 +165,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         keys = gateway_config.admin_keys
         key_file = folder / GATEWAY_KEY if keys != config.gateway.admin_keys else None
         if key_file is not None:
-            _write_key(key_file, keys[0])
+            _write_key(key_file, keys[-1])
         workers: Sequence[WorkerHandle] = ()
         if trains and config.rollout.agent is not None:
             key = keys[0] if keys else None
@@ -183,6 +182,29 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             ray=ray_here(namespace),
             key_file=key_file,
         )
+
+
+async def _start_pool(
+    config: RunConfig, trains: bool, namespace: str, logs: Path
+) -> DataPoolClient:
+    """
+    Raises:
+        ConfigError: another run of this name is alive on the same Ray.
+    """
+    pool = config.pool_of_run if trains else config.pool_of_served
+    give_up = time.monotonic() + NAME_WAIT_S
+    while True:
+        try:
+            shards = await asyncio.to_thread(start_shards, pool, POOL_NAME, namespace, logs)
+            return client_of(shards)
+        except ray.exceptions.ActorAlreadyExistsError as e:
+            if time.monotonic() >= give_up:
+                raise ConfigError(
+                    f"run.name is {config.run.name!r}, and another run of that name is alive on "
+                    f"the Ray at {ray.get_runtime_context().gcs_address}; choose another run.name, "
+                    "or stop that run first"
+                ) from e
+        await asyncio.sleep(RETRY_S)
 
 
 async def _start_engines(
@@ -225,6 +247,17 @@ async def _start_gateways(
     replicas = start_replicas(config, wiring, POOL_NAME, logs)
     stack.push_async_callback(_stop, replicas, [])
     return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))
+
+
+def _own_key(path: Path) -> SecretStr:
+    """The run's own admin key: that of its last start, as trajectories may go on with keys that it
+    signed; a new one where there is none."""
+    new = secrets.token_urlsafe(KEY_BYTES)
+    try:
+        kept = path.read_text()
+    except OSError:
+        return SecretStr(new)
+    return SecretStr(kept if len(kept) == len(new) else new)
 
 
 def _write_key(path: Path, key: SecretStr) -> None:
@@ -284,7 +317,9 @@ class Network:
 
         one node                  loopback, as configured by default
         several nodes, gateway    the address of the driver's node, where it runs: rollout workers
-                                  may be on any. With an admin key: one is made if none is set
+                                  may be on any
+        a gateway with keys       those that are configured, and an admin key of the run's own: its
+                                  rollouts and commands have it. A gateway that others reach has one
         several nodes, an engine  loopback if it is on the driver's node, as the gateway and the
                                   trainer are; otherwise its own node's address
 
@@ -298,13 +333,13 @@ class Network:
     def _driver(self) -> Node:
         return next(node for node in self.nodes if node.is_driver)
 
-    def gateway(self, config: GatewayConfig) -> GatewayConfig:
-        """With the address to listen on, and a key if others reach it."""
+    def gateway(self, config: GatewayConfig, own_key: SecretStr) -> GatewayConfig:
+        """With the address to listen on, and `own_key`, last, if it has keys or others reach it."""
         update: dict[str, object] = {}
-        if len(self.nodes) > 1 and _is_loopback(config.host):
+        if is_reached := len(self.nodes) > 1 and _is_loopback(config.host):
             update["host"] = self._driver.ip
-            if not config.admin_keys:
-                update["admin_keys"] = (SecretStr(secrets.token_urlsafe(32)),)
+        if is_reached or config.admin_keys or config.agent_keys:
+            update["admin_keys"] = (*config.admin_keys, own_key)
         return config.model_copy(update=update)
 
     def engine(self, config: EngineConfig, gateway: GatewayConfig, ip: str | None) -> EngineConfig:

@@ -157,18 +157,19 @@ def plan(
     mode: Mode = "disaggregated" if asked == "auto" else asked
     if asked == "auto" and total < apart:
         mode = "colocated"
-    if mode == "colocated" and (odd := [node.gpus for node in nodes if node.gpus % size]):
-        raise ConfigError(
-            f"cluster.placement is 'colocated' with cluster.gpus_per_engine {size}, which does not "
-            f"divide the {odd[0]} GPUs of a node: an engine that shares its GPUs is on one; set it "
-            "to a number that does, or placement to 'disaggregated'"
-        )
     needed = max(ranks, engines * size) if mode == "colocated" else apart
     if total < needed:
         raise ConfigError(
             f"cluster.placement {mode!r} needs {needed} GPUs (backend.ranks {ranks}, "
             f"cluster.engines {engines} × gpus_per_engine {size}), the cluster has {total}; "
             + ("use fewer" if mode == "colocated" else "use fewer, or cluster.placement=colocated")
+        )
+    if mode == "colocated" and (odd := [node.gpus for node in nodes if node.gpus % size]):
+        less = "use fewer engines or ranks" if total < apart else "set placement to 'disaggregated'"
+        raise ConfigError(
+            f"cluster.placement is 'colocated' with cluster.gpus_per_engine {size}, which does not "
+            f"divide the {odd[0]} GPUs of a node: an engine that shares its GPUs is on one; set it "
+            f"to a number that does, or {less}"
         )
     if mode == "colocated":
         share = 1 / sum(map(bool, (ranks, critics, engines)))

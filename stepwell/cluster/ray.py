@@ -390,15 +390,24 @@ def visited(address: str) -> Iterator[None]:
         yield
         return
     try:
+        find_ray(address)
+    except ConfigError as e:
+        raise RunUnavailableError(
+            f"{_of_a_run(e).partition(';')[0]}; the run has ended, or has another: its first lines "
+            "name it, and so does run.json in its folder"
+        ) from e
+    try:
         with ExitStack() as stack:
             if address.startswith("127."):
                 stack.enter_context(_loopback())
             stack.enter_context(joined(address))
             yield
     except ConfigError as e:
-        raise RunUnavailableError(
-            str(e).replace("cluster.address is", "the address of the run's Ray is")
-        ) from e
+        raise RunUnavailableError(_of_a_run(e)) from e
+
+
+def _of_a_run(error: ConfigError) -> str:
+    return str(error).replace("cluster.address is", "the address of a run's Ray is")
 
 
 def ray_here(namespace: str) -> RayPart:
@@ -534,6 +543,13 @@ def _join(address: str, options: dict[str, Any]) -> None:
     try:
         with _our_signals():
             _init(address, options)
+    except ray.exceptions.RuntimeEnvSetupError as e:
+        project = options.get("runtime_env", {}).get("working_dir")
+        raise ConfigError(
+            f"cluster.address is {address!r}: {project}, which a node there does not have, cannot "
+            f"be sent to it ({_line(e)}); keep data and weights in another folder, or put the "
+            "project on every node"
+        ) from e
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
         if _is_about_a_token(e):
             raise ConfigError(

@@ -17,6 +17,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
@@ -142,7 +143,7 @@ def load_config(
     Raises:
         ConfigError: one line per problem, each naming the key, the value and the remedy.
     """
-    path = None if name is None else _named(name)
+    path = None if name is None else named_config(name)
     given, lines = _read_overrides(overrides)
     layers = [*(_read_files(path, ()) if path else ()), given]
     merged = _merged(layers)
@@ -210,13 +211,17 @@ def attached_config(
     """
     own = _without_keys(values) | {"run": values["run"] | {"dir": str(run_dir), "resume": "auto"}}
     path = run_dir / RUN_FILE
-    served = Layer(path, own)
+    served = Layer(path, _as_it_is(own))
     given, lines = _read_overrides(overrides, typed_in)
-    above = [*([] if name is None else _read_files(_named(name), ())), given]
+    above = [*([] if name is None else _read_files(named_config(name), ())), given]
     config = _validated([served, *above], lines, path)
     before = _validated([served], [], path)
+    # A secret is given again, and nobody can tell whether it is the run's.
+    secrets = {name: value for name, value in before.cluster.env.items() if HIDDEN in value}
+    cluster = config.cluster.model_copy(update={"env": config.cluster.env | secrets})
+    compared = config.model_copy(update={"cluster": cluster})
     for section in RunConfig.model_fields.keys() - TRAINERS_SECTIONS:
-        asked, has = getattr(config, section), getattr(before, section)
+        asked, has = getattr(compared, section), getattr(before, section)
         for key in type(has).model_fields:
             if getattr(asked, key) != getattr(has, key) and (section, key) != ("run", "resume"):
                 lines.append(
@@ -235,7 +240,8 @@ def attached_config(
             "run.resume is 'never', which would remove the pool that agents fill; give it to "
             "`stepwell serve`, or name a step to go back to"
         )
-    lines += _hidden(config.model_dump(mode="json", include=set(TRAINERS_SECTIONS)), path)
+    used: dict[str, Any] = {**dict.fromkeys(TRAINERS_SECTIONS, True), "cluster": {"env"}}
+    lines += _hidden(config.model_dump(mode="json", include=used), path)
     if lines:
         raise ConfigError("\n".join(lines))
     _warn_of_rate([served, *above], config)
@@ -304,7 +310,7 @@ def eval_config(
     own["engine"] = values["engine"] | {"port": 0}
     given, lines = _read_overrides(overrides, typed_in)
     path = run_dir / RUN_FILE
-    config = _validated([Layer(path, own), given], lines, path)
+    config = _validated([Layer(path, _as_it_is(own)), given], lines, path)
     if lines := _hidden(config.model_dump(mode="json"), path):
         raise ConfigError("\n".join(lines))
     return config
@@ -357,7 +363,24 @@ def _hidden(values: Raw, path: Path) -> list[str]:
     ]
 
 
-def _named(name: str) -> Path:
+def _as_it_is(value: Any) -> Any:
+    """Resolved values such that `_resolve` gives them again: `${…}` in one stands for itself."""
+    match value:
+        case str():
+            return _BEGINS.sub(r"\1\1\\${", value)
+        case dict():
+            return {key: _as_it_is(inner) for key, inner in value.items()}
+        case list():
+            return [_as_it_is(item) for item in value]
+        case _:
+            return value
+
+
+_BEGINS = re.compile(r"(\\*)\$\{")
+
+
+def named_config(name: str) -> Path:
+    """The YAML file or preset that `--config` names. Raises as `find_config`."""
     try:
         return find_config(name)
     except ConfigError as e:
@@ -545,6 +568,12 @@ def _read_overrides(
                 "open, and put text with brackets, colons or ${…} in quotes"
             )
             continue
+        if "#" in value and _ends_in_comment(value, given):
+            lines.append(
+                f"override {override!r} holds a comment: YAML leaves out # after a space, and all "
+                "behind it; put the value in quotes"
+            )
+            continue
         nested: Any = given["value"]
         parts = key.split(".")
         typed.pop(tuple(parts), None)
@@ -556,6 +585,13 @@ def _read_overrides(
     if typed_in is not None:
         layer = _from_folder(typed_in, layer, ROOT)
     return Layer(None, layer, typed), lines
+
+
+def _ends_in_comment(value: str, given: object) -> bool:
+    """True if YAML gives the same for more text behind `value`."""
+    with suppress(OmegaConfBaseException, YAMLError):
+        return bool(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}x"])) == given)
+    return False
 
 
 def _from_folder(folder: Path, value: Any, types: Sequence[Any], *, is_path: bool = False) -> Any:

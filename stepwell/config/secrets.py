@@ -13,7 +13,10 @@ HIDDEN = "**********"
 _SECRET = re.compile(
     r"(?i)(^|[_-])(authorization|cookie|credentials?|passw(or)?d|secret|token"
     r"|(api|access|admin|private|secret)[_-]?keys?)$"
+    r"|(?-i:^[A-Z0-9_]*(KEY|PASS|PASSWORD|_PWD|TOKEN|SECRET)$)"  # variables: OPENAI_KEY, PGPASSWORD
 )
+_FILLED_IN = re.compile(r"(Bearer )?\{\w+\}")
+"""A name in braces, such as the `{api_key}` of a harness, which each rollout has another of."""
 _PASSWORD = re.compile(r"(?<=://)([^/@:\s]*):[^/@\s]+@")
 
 
@@ -24,9 +27,14 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
     return hidden
 
 
+def _is_secret(name: str, value: Any) -> bool:
+    is_filled_in = isinstance(value, str) and _FILLED_IN.fullmatch(value) is not None
+    return _SECRET.search(name) is not None and not is_filled_in
+
+
 def _hide(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: HIDDEN if v and _SECRET.search(str(k)) else _hide(v) for k, v in value.items()}
+        return {k: HIDDEN if v and _is_secret(str(k), v) else _hide(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_hide(v) for v in value]
     return _PASSWORD.sub(rf"\1:{HIDDEN}@", value) if isinstance(value, str) else value

@@ -25,12 +25,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -50,10 +52,11 @@ from stepwell.cluster.engine_flags import engine_share
 from stepwell.cluster.placement import Plan, machine, plan, trains_elsewhere, wanted_gpus
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DataPoolError
-from stepwell.gateway.errors import GatewayError
+from stepwell.errors import RunUnavailableError
+from stepwell.gateway.errors import GatewayError, PortInUseError
 from stepwell.gateway.server import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
-from stepwell.run.folder import refuse_second_run, refuse_to_remove
+from stepwell.run.folder import read_run, refuse_second_run, refuse_to_remove
 from stepwell.run.resume import check_resumed, check_same_data
 from stepwell.track.prometheus import check_address
 from stepwell.trainer.checkpoint import CheckpointStore
@@ -68,6 +71,8 @@ from stepwell.trainer.sampling import GroupFilter
 
 _KNOWN = (TrainerError, BackendError, GatewayError, DataPoolError)
 _GB = 1e9
+ENDS_S = 5.0
+"""Processes of a run that was killed have ended within this, mostly (`cluster/guard.py`)."""
 
 log = logging.getLogger(__name__)
 
@@ -209,29 +214,63 @@ def ray_cluster(config: RunConfig) -> None:
 
 def gateway_port(config: RunConfig) -> None:
     gateway = config.gateway
-    if not gateway.port or not _is_here(config):
+    if not _is_here(config):
         return
-    for port in range(gateway.port, gateway.port + gateway.replicas):
-        bind(gateway.host, port).close()
+    for number in range(gateway.replicas if gateway.port else 1):
+        _listen(config, gateway.host, gateway.port + number)
+
+
+def _listen(config: RunConfig, host: str, port: int) -> None:
+    """Listen there for a moment. If the last run in the folder did, its processes may be ending:
+    it was killed just now.
+
+    Raises:
+        GatewayError: as `bind`.
+    """
+    give_up = time.monotonic() + (ENDS_S if port and port in _ports_before(config) else 0.0)
+    while True:
+        try:
+            bind(host, port).close()
+            return
+        except PortInUseError:
+            if time.monotonic() >= give_up:
+                raise
+        time.sleep(0.1)
+
+
+def _ports_before(config: RunConfig) -> set[int | None]:
+    """Ports of the last run in the folder."""
+    try:
+        last = read_run(config.run.dir)
+    except (RunUnavailableError, DataPoolError):
+        return set()
+    parts = (last.gateway, last.engines)
+    return {urlsplit(url).port for part in parts if part is not None for url in part.urls}
 
 
 def engine_port(config: RunConfig) -> None:
     engine, count = config.engine, config.cluster.engines
-    if not engine.port or engine.is_attached:
+    if engine.is_attached:
         return
-    if count > 1:
+    if engine.port and count > 1:
         raise ConfigError(
             f"engine.port is {engine.port}, but cluster.engines is {count}: they cannot share it; "
             "set engine.port to 0"
         )
     if _is_here(config):
         try:
-            bind(engine.host, engine.port).close()
-        except GatewayError as e:
+            _listen(config, engine.host, engine.port)
+        except PortInUseError as e:
             raise ConfigError(
                 f"engine.port is {engine.port} on {engine.host}, which cannot be had "
                 f"({getattr(e.__cause__, 'strerror', e)}); stop what uses it, or set "
                 "engine.port to 0 for a free one"
+            ) from e
+        except GatewayError as e:
+            raise ConfigError(
+                f"engine.host is {engine.host!r} and engine.port is {engine.port}: "
+                f"{getattr(e.__cause__, 'strerror', e)}; use an address of this machine, and a "
+                "port that you may open"
             ) from e
 
 

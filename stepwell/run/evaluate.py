@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stepwell.backends.config import EngineConfig
 from stepwell.config.load import eval_config, load_config, named_as
 from stepwell.config.run import RunConfig
 from stepwell.layout import CHECKPOINTS, RUN_FILE
@@ -54,6 +55,10 @@ def evaluation_of(
                 "model, say on what: --config PRESET or rollout.agent=MODULE:FUNCTION "
                 "data.val=TASKS.jsonl"
             )
+        if step != "latest":
+            raise ConfigError(
+                f"--step is {step}, of a run's checkpoints, and {what} is no run's folder"
+            )
         run = f"eval-{named_as(Path(what).name or 'model')}"
         own = [f"run.name={run}", "logging.wandb=disabled", "logging.console=quiet"]
         only = [f"model.path={json.dumps(what)}", "validation.only=true"]
@@ -69,20 +74,21 @@ def evaluation_of(
             f"the run in {what} learns from live traffic and has no tasks; evaluate an exported "
             "model instead (`stepwell export`), with --config or rollout.agent and data.val"
         )
-    if (values["engine"].get("urls") or values["engine"].get("router_url")) and holder(
-        folder
-    ) is not None:
-        urls = () if run_file.engines is None else run_file.engines.urls
-        raise ConfigError(
-            f"the run in {what} is alive, and its engines ({', '.join(urls)}) "
-            "would get the checkpoint's weights; stop it first, or give engine.urls=[…] of others"
-        )
     checkpoint = CheckpointStore(folder / CHECKPOINTS).chosen(step)
     here = Path.cwd()
     if run_file.folder.is_dir():  # relative paths and modules mean what they meant to the run
         os.chdir(run_file.folder)
         sys.path.insert(0, str(run_file.folder))
-    return eval_config(folder, values, checkpoint, overrides, here)
+    config = eval_config(folder, values, checkpoint, overrides, here)
+    engine, its = config.engine, EngineConfig.model_validate(values["engine"])
+    serving = () if run_file.engines is None else run_file.engines.urls
+    shared = {*engine.urls, engine.router_url} & {*serving, *its.urls, its.router_url} - {None}
+    if shared and holder(folder) is not None:
+        raise ConfigError(
+            f"the run in {what} is alive, and its engines ({', '.join(map(str, shared))}) would "
+            "get the checkpoint's weights; stop it first, or give engine.urls=[…] of others"
+        )
+    return config
 
 
 def score_screen(evaluation: dict[str, Any], folder: Path) -> RenderableType:

@@ -71,7 +71,7 @@ class GatewayPart(_Part):
     urls: tuple[str, ...]
     """One per replica."""
     key_file: Path | None = None
-    """Holds the admin key, if the run made one."""
+    """Holds the run's own admin key, if its gateway has keys."""
 
     def key(self) -> SecretStr | None:
         """The admin key in `key_file`."""
@@ -308,6 +308,12 @@ def refuse_to_remove(config: RunConfig) -> None:
             f"run.dir is {str(folder)!r}, where no run was and {', '.join(foreign)} would be "
             "removed; name a new folder"
         )
+    for link in (folder / name for name in removed if config.run.resume == "never"):
+        if link.is_symlink() and link.is_dir() and any(link.iterdir()):
+            raise ConfigError(
+                f"run.resume is never, and {link} is a link to {link.resolve()}, which another run "
+                "may have, too; empty that folder, remove the link, or choose another run.name"
+            )
     tokenizer = config.gateway.tokenizer_path
     models = {
         "model.path": config.model.path,

@@ -14,7 +14,7 @@ import logging
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.copies import OLD, ROLLOUTS
 from stepwell.datapool.log_files import logging_to
+from stepwell.datapool.remote.actor import SHARDS_FILE
 from stepwell.datapool.sealed import remove_drafts
 from stepwell.datapool.store.folder import holder
+from stepwell.datapool.store.salvage import SHARDS, remove_journals
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
 from stepwell.layout import (
@@ -45,12 +47,14 @@ from stepwell.run.folder import (
     GatewayPart,
     PoolPart,
     begin,
+    journal_folder,
     left_by_trainer,
     only_run_in,
     read_run,
     refuse_second_trainer,
 )
 from stepwell.run.record import record_run
+from stepwell.track.output import print_line
 from stepwell.track.summary import SUMMARY
 from stepwell.trainer.errors import ConfigError
 
@@ -68,9 +72,9 @@ async def serve(config: RunConfig) -> None:
             start_over(folder)
         with logged(folder, SERVE_LOG):
             # Programs read the address in the first line of the output.
-            print(starting(config), file=sys.stderr, flush=True)
+            print_line(starting(config), sys.stderr)
             async with start_run(config, trains=False) as cluster:
-                print(where_to_call(config, cluster), flush=True)
+                print_line(where_to_call(config, cluster))
                 for line in _without_trainer(config):
                     log.info("%s", line)
                 while True:
@@ -205,7 +209,11 @@ def forget_weights(config: RunConfig, *, trains: bool) -> None:
         model = None
     folder = config.run.dir / WEIGHTS
     is_first = trains and config.rollout.agent is not None and not _is_roll_back(folder)
-    if model != config.model.path.resolve() or is_first:
+    is_another = model != config.model.path.resolve()
+    if folder.is_symlink():  # to a folder that another run may have, too
+        if is_another:
+            folder.unlink()
+    elif is_another or is_first:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -222,7 +230,8 @@ def _is_roll_back(folder: Path) -> bool:
 
 
 def start_over(folder: Path) -> None:
-    """Remove what a run writes, and nothing else: `run.dir` may be any folder.
+    """Remove what a run writes, and nothing else: `run.dir` may be any folder, and so may the
+    `pool.journal_dir` that the last run had.
 
     Raises:
         ConfigError: a live process uses the run's pool, or trains in it.
@@ -230,13 +239,29 @@ def start_over(folder: Path) -> None:
     from stepwell.trainer.metrics import PROFILE  # torch comes with these
 
     refuse_second_trainer(folder)
-    for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):
-        if (pid := holder(journal)) is not None:
-            raise ConfigError(
-                f"run.resume is never, but process {pid} has the pool of {folder} open; stop that "
-                "run first, or choose another run.name"
-            )
+    elsewhere = _journals_elsewhere(folder)
+    for pool in (folder / POOL, *elsewhere):
+        for journal in (pool, *pool.glob(SHARDS)):
+            if (pid := holder(journal)) is not None:
+                raise ConfigError(
+                    f"run.resume is never, but process {pid} has the pool of {folder} open; stop "
+                    "that run first, or choose another run.name"
+                )
+    for pool in elsewhere:
+        remove_journals(pool)
+        (pool / SHARDS_FILE).unlink(missing_ok=True)
     for name in (*STARTED_OVER, PROFILE):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
+
+
+def _journals_elsewhere(folder: Path) -> list[Path]:
+    """The `pool.journal_dir` of the last run in the folder, if it had one; not that of a run whose
+    folder was copied here."""
+    with suppress(RunUnavailableError, DamagedFileError):  # no run was here, or none that says it
+        run = read_run(folder)
+        journal = journal_folder(folder)
+        is_its_own = (run.folder / run.config["run"]["dir"]).resolve() == folder.resolve()
+        return [journal] if is_its_own and journal != folder else []
+    return []

@@ -17,6 +17,7 @@ import random
 import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from stepwell.cluster.ray import attached, environment, while_lives
 from stepwell.config.run import RunConfig
 from stepwell.datapool import connect as connect_pool
 from stepwell.errors import RunUnavailableError
-from stepwell.layout import CHECKPOINTS, LOGS, RUN_FILE
+from stepwell.layout import CHECKPOINTS, LOGS
 from stepwell.run.checks import Checked, check_attached, check_run, validation_tasks
 from stepwell.run.folder import (
     RunFile,
@@ -41,6 +42,7 @@ from stepwell.run.folder import (
     is_starting,
     only_run_in,
     only_trainer_in,
+    read_run,
 )
 from stepwell.run.replay import replay
 from stepwell.run.resume import told
@@ -307,7 +309,7 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
         )
     if run.ray is None or run.pool is None or run.engines is None or run.gateway is None:
         raise is_starting(folder)
-    if not (folder / RUN_FILE).is_file():  # found by the address of its Ray
+    if not _is_folder_of(folder, run):  # found by the address of its Ray
         raise RunUnavailableError(
             f"the folder of the run, {folder} on {run.host}, is not on this machine, and weights, "
             "checkpoints and metrics go there; mount it here under that path, or train from there"
@@ -357,3 +359,12 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
             display.status(f"attached to {folder}: gateway at {url}; dashboard {url}/ui")
             parts = Parts(pool=pool, engines=engines, workers=workers, placement=placement)
             return await _train_on(parts, config, checked, display, lock)
+
+
+def _is_folder_of(folder: Path, run: RunFile) -> bool:
+    """True if `run` began in the folder, and not another one under that path on this machine."""
+    try:
+        here = read_run(folder)
+    except RunUnavailableError:
+        return False
+    return (here.host, here.pid, here.started_at) == (run.host, run.pid, run.started_at)

@@ -31,11 +31,12 @@ from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.layout import LOGS, SERVE_LOG
 from stepwell.run.checks import agent, check_serving, named
-from stepwell.run.folder import only_run_in
+from stepwell.run.folder import GatewayPart, only_run_in
 from stepwell.run.serve import logged, start_run, starting
 from stepwell.show.run import open_run
 from stepwell.show.trajectory import Opened, opened_of, trajectory_screen
 from stepwell.track.console import safe
+from stepwell.track.output import print_line
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.data.tasks import Task, open_tasks
 from stepwell.trainer.errors import ConfigError
@@ -125,16 +126,16 @@ async def attempt(config: RunConfig, task: Task) -> Tried:
     check_serving(config)
     folder = config.run.dir
     with only_run_in(folder), logged(folder, SERVE_LOG):
-        print(starting(config), file=sys.stderr, flush=True)
+        print_line(starting(config), sys.stderr)
         async with start_run(config, trains=False) as cluster:
-            keys = config.gateway.admin_keys
+            gateway = GatewayPart(urls=cluster.gateway_urls, key_file=cluster.key_file)
             tokenizer = config.gateway.tokenizer_path or config.model.path
             return await _rollout(
                 config,
                 task,
                 cluster.pool,
-                cluster.gateway_urls,
-                keys[0] if keys else None,
+                gateway.urls,
+                gateway.key(),
                 str(tokenizer),
             )
 

@@ -17,6 +17,7 @@ from stepwell.gateway.server import HttpServer
 from stepwell.run.folder import archive_folder
 from stepwell.show.archive import archive_rest
 from stepwell.show.run import open_run
+from stepwell.track.output import print_line
 from stepwell.trainer.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ async def view(where: str | None, port: int) -> None:
         except GatewayConfigError as e:
             raise ConfigError(f"{opened.folder}: the run's tokenizer cannot be read ({e})") from e
         try:
-            print(f"dashboard of {opened.run.name}: {url}/ui\n(Ctrl-C stops it)", flush=True)
+            print_line(f"dashboard of {opened.run.name}: {url}/ui\n(Ctrl-C stops it)")
             await asyncio.Event().wait()
         finally:
             await asyncio.to_thread(server.stop)

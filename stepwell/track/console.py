@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from stepwell.track.output import has_no_reader, print_nowhere
 
 if TYPE_CHECKING:
     from stepwell.trainer.validation import Evaluation
@@ -50,17 +50,20 @@ def all_safe(value: Any) -> Any:
 
 
 class Terminal(Console):
-    """A console whose reader may go before the end, as `head` and a `tee` that was interrupted do:
-    whoever prints goes on."""
+    """A console whose reader may go before the end, as `head`, a `tee` that was interrupted and a
+    terminal that was closed do: whoever prints goes on."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        try:
+            super().print(*objects, **how)
+        except OSError as e:
+            if not has_no_reader(e):
+                raise
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         print_nowhere()
-
-
-def print_nowhere() -> None:
-    """Discard what is printed from now on, and what Python flushes at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Display:

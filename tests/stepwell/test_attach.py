@@ -36,6 +36,7 @@ from stepwell.run.folder import (
     RunFile,
     begin,
     left_by_trainer,
+    only_run_in,
     only_trainer_in,
     refuse_second_trainer,
 )
@@ -130,11 +131,50 @@ def test_a_secret_of_the_trainers_is_asked_for_again(tmp_path: Path) -> None:
     assert config.rollout.reward == live(tmp_path, judge).rollout.reward
 
 
+def test_a_secret_of_the_runs_environment_is_the_trainers_too_once_it_is_given_again(
+    tmp_path: Path,
+) -> None:
+    own = live(tmp_path, "cluster.env={HF_TOKEN: hf_mine, NCCL_SOCKET_IFNAME: eth1}")
+    with pytest.raises(ConfigError, match=r"cluster\.env\.HF_TOKEN is a secret, which .* again"):
+        attached(tmp_path, own)
+    config = attached(tmp_path, own, "cluster.env.HF_TOKEN=hf_mine")
+    assert config.cluster.env == own.cluster.env
+    with pytest.raises(ConfigError, match=r"cluster\.env is .*eth0") as refused:
+        attached(
+            tmp_path,
+            own,
+            *("cluster.env.HF_TOKEN=hf_mine", "cluster.env.NCCL_SOCKET_IFNAME=eth0"),
+        )
+    assert "hf_mine" not in str(refused.value)
+
+
+def test_text_of_a_run_that_looks_like_a_reference_is_none(tmp_path: Path) -> None:
+    stops = r"rollout.stop=['\${HOME}', '\\\${HOME}', '$HOME {x}']"
+    own = live(tmp_path, stops)
+    assert own.rollout.stop == ("${HOME}", r"\${HOME}", "$HOME {x}")
+    assert attached(tmp_path, own).rollout.stop == own.rollout.stop
+
+
+def test_a_preset_beside_the_command_is_that_and_not_what_the_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started, here = tmp_path / "started", tmp_path / "here"
+    for folder in (started / "run", here / "configs"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(started)
+    begin(live(started / "run"))
+    (here / "configs" / "mine.yaml").write_text("trainer: { total_step: 5 }\n")
+    monkeypatch.chdir(here)
+    with only_run_in(started / "run"):
+        assert main(["train", "--attach", str(started / "run"), "--config", "mine"]) == 2
+    assert "did you mean 'total_steps'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
         (["--attach", "nowhere"], 2, "nowhere does not exist"),
-        (["--attach", "127.0.0.1:9"], 1, "the run's Ray is '127.0.0.1:9', where nothing answers"),
+        (["--attach", "127.0.0.1:9"], 1, "nothing answers (Connection refused); the run has ended"),
         ([], 2, "--config is missing"),
     ],
 )
@@ -168,9 +208,10 @@ async def test_nodes_are_looked_at_and_variables_set_before_an_attached_trainer_
     monkeypatch.setattr(train, "connect_pool", lambda name, namespace: None)
     monkeypatch.setattr(train, "place", lambda config, serves: on_two)
     monkeypatch.setattr(train, "check_nodes", look)
-    begun = begin(config).model_copy(
+    begun = begin(config).model_copy(update={"host": "another"})
+    begun.write(tmp_path)
+    begun = begun.model_copy(
         update={
-            "host": "another",
             "ray": RayPart(address="10.0.0.2:6379", namespace="n", auth_mode="disabled"),
             "pool": PoolPart(name=POOL_NAME),
             "engines": EnginesPart(urls=(), weights_dir=tmp_path),
@@ -181,6 +222,9 @@ async def test_nodes_are_looked_at_and_variables_set_before_an_attached_trainer_
         await train.attach(config, begun, Checked(None))
     assert joined == {"runtime_env": {"env_vars": {"STEPWELL_TEST_VARIABLE": "eth1"}}}
     assert "STEPWELL_TEST_VARIABLE" not in os.environ
+    begin(config)  # on this machine another run was in a folder of that path
+    with pytest.raises(RunUnavailableError, match=rf"{tmp_path} on another, is not on this mach"):
+        await train.attach(config, begun, Checked(None))
 
 
 # -- one trainer at a time -----------------------------------------------------------------------
@@ -287,6 +331,13 @@ def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model
     (other / "config.json").write_text("{}")
     forget_weights(live(tmp_path, f"model.path={other}"), trains=False)
     assert not weights.exists()
+    disk = tmp_path / "disk"
+    (disk / "v3").mkdir(parents=True)
+    (disk / "current.json").write_text("{}")
+    (tmp_path / "weights").symlink_to(disk)
+    forget_weights(live(tmp_path, f"model.path={other}"), trains=False)
+    assert not (tmp_path / "weights").exists()
+    assert (disk / "v3").is_dir()
 
     weights.mkdir(parents=True)
     forget_weights(load_config("quickstart", [f"run.dir={tmp_path}"]), trains=True)

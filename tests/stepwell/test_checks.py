@@ -18,8 +18,11 @@ import ray
 from stepwell.backends.torch.memory import ModelShape
 from stepwell.cli.main import main
 from stepwell.cluster.placement import Node
+from stepwell.config.load import load_config
+from stepwell.gateway.errors import PortInUseError
 from stepwell.run import checks
-from stepwell.run.folder import only_run_in
+from stepwell.run.checks import gateway_port
+from stepwell.run.folder import GatewayPart, begin, only_run_in
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.agents import load_agent
 from tests.e2e.conftest import ROOT
@@ -157,6 +160,8 @@ MISTAKES = {
     # the machine
     "gateway.port={taken}": "gateway.port is {taken}, which another process uses on 127.0.0.1;",
     "engine.port={taken}": "engine.port is {taken} on 127.0.0.1, which cannot be had (Address alre",
+    "engine.host=192.0.2.1": "engine.host is '192.0.2.1' and engine.port is 0: Cannot assign requ",
+    "gateway={{host: 192.0.2.1, admin_keys: aaaaaaaaaaaaaaaa, port: 0}}": "gateway.host is '192.0.",
     "run.dir={folder}/file/run": "run.dir is '{folder}/file/run', which cannot be written (Not a d",
     "pool.journal_dir={folder}/file/j": "pool.journal_dir is '{folder}/file/j', which cannot be wr",
     "trainer.save_debug_rollout_data={folder}/file/b": "trainer.save_debug_rollout_data is",
@@ -192,6 +197,23 @@ def test_a_mistake_is_one_line_before_ray_starts(
     assert mistake.partition("=")[0].rpartition(".")[0] in line or "data" in line
     assert not ray.is_initialized()
     assert not (folder / "run").exists()
+
+
+def test_a_port_of_a_run_that_was_killed_just_now_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as left:
+        left.bind(("127.0.0.1", 0))
+        left.listen()
+        url = f"http://127.0.0.1:{left.getsockname()[1]}"
+        config = load_config(
+            "quickstart", [f"run.dir={tmp_path}", f"gateway.port={left.getsockname()[1]}"]
+        )
+        with pytest.raises(PortInUseError):  # somebody else's
+            gateway_port(config)
+        begin(config).model_copy(update={"gateway": GatewayPart(urls=(url,))}).write(tmp_path)
+        monkeypatch.setattr("time.sleep", lambda seconds: left.close())
+        gateway_port(config)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import stepwell
 from stepwell import DataPoolClient, load_config
 from stepwell.cli.main import InterruptedWhileError, interruptible, main
 from stepwell.run.folder import begin
+from stepwell.trainer.errors import INTERRUPTED
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -189,6 +192,81 @@ async def test_a_command_that_fails_while_it_is_interrupted_says_so_in_one_line(
 
     with pytest.raises(InterruptedWhileError, match=r"^stopping failed \(RuntimeError: .*too\)$"):
         await interruptible(work())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status", "a" * 300],
+        ["train", "--attach", "a" * 300],
+        ["config", "--config", "a" * 300],
+        ["data", "delete", "file", "--user", "u"],
+        ["serve", "--config", "live", "run.dir=runs/" + "a" * 300],
+        ["plan", "--config", "quickstart", "cluster.address=a..b:6379"],
+    ],
+)
+def test_a_name_that_can_be_none_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "can be no file" in line or "where nothing answers" in line
+
+
+def test_a_run_whose_folder_is_named_after_a_key_is_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lr=1e-5").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "lr=1e-5"]) == 2
+    assert "lr=1e-5 is no run's folder" in capsys.readouterr().err
+
+
+@contextmanager
+def _error_output_that_nobody_reads() -> Iterator[int]:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        yield writes
+    finally:
+        os.close(writes)
+
+
+async def test_an_interruption_that_ends_tee_too_is_one_of_the_users() -> None:
+    """The checkpoint of an interrupted run is saved by its cause."""
+    causes = list[tuple[object, ...]]()
+
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as e:
+            causes.append(e.args)
+            raise
+
+    own = os.dup(2)
+    with _error_output_that_nobody_reads() as broken:
+        os.dup2(broken, 2)
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                await interruptible(work())
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+    assert causes == [(INTERRUPTED,)]
+
+
+def test_a_mistake_has_its_exit_code_where_nobody_reads_the_line(tmp_path: Path) -> None:
+    with _error_output_that_nobody_reads() as broken:
+        command = [sys.executable, "-m", "stepwell", "config", "--config", "nowhere"]
+        done = subprocess.run(command, stderr=broken, cwd=tmp_path, check=False)
+    assert done.returncode == 2
 
 
 def test_a_full_disk_is_one_line_and_no_traceback(tmp_path: Path) -> None:

@@ -183,3 +183,15 @@ def test_an_engines_url_that_cannot_be_used_is_refused_without_its_password(
 def test_a_group_that_is_too_small_is_told_by_the_key_that_was_given() -> None:
     assert fails("rollout.n=1").startswith("rollout.n is 1, but a group needs rollout.min_n = 2 ")
     assert load_config("quickstart", ["rollout.n=1", "rollout.min_n=1"]).rollout.n == 1
+
+
+@pytest.mark.parametrize("value", ["my file #1", "#1", "[a, b] # both"])
+def test_what_yaml_takes_for_a_comment_is_not_cut_off_in_silence(value: str) -> None:
+    assert "holds a comment: YAML leaves out #" in fails(f"rollout.stop={value}")
+
+
+def test_a_number_sign_that_begins_no_comment_is_text() -> None:
+    chosen = ["rollout.stop=['# a', 'b #c']", "run.dir=a#1 "]
+    config = load_config("quickstart", chosen, here=False)
+    assert config.rollout.stop == ("# a", "b #c")
+    assert str(config.run.dir) == "a#1"

@@ -1,5 +1,8 @@
 """The console: a line per step, and a summary with a sparkline of rewards."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +157,28 @@ def test_text_of_agents_moves_no_cursor_and_turns_no_line_around() -> None:
         r"n\x07": 3,
         "none": None,
     }
+
+
+def test_a_run_goes_on_when_its_terminal_was_closed(tmp_path: Path) -> None:
+    """As after `stepwell train &`, `disown` and `exit`."""
+    script = """
+from stepwell.track.console import Display
+from stepwell.track.output import print_line
+print_line("starting")
+display = Display("mine", "plain")
+for step in (1, 2):
+    display.status(f"step {step}")
+print_line("where to call")
+open("done", "w").close()
+"""
+    ours, theirs = os.openpty()
+    try:
+        os.close(ours)
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(
+            command, stdout=theirs, stderr=subprocess.PIPE, cwd=tmp_path, text=True, check=False
+        )
+    finally:
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "done").exists()

@@ -11,8 +11,9 @@ import pytest
 from stepwell import load_config
 from stepwell.cli.main import main
 from stepwell.run.evaluate import evaluation_of
-from stepwell.run.folder import begin, read_run
+from stepwell.run.folder import begin, only_run_in, read_run
 from stepwell.trainer.config.data import JsonlSource
+from stepwell.trainer.errors import ConfigError
 from tests.e2e.conftest import SMALL
 
 MODEL = load_config("quickstart").model.path
@@ -42,7 +43,8 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_unchecked")
 def test_a_run_is_evaluated_beside_itself_and_only_evaluated(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "mine", "validation.n=3", "gateway.port=8199", "engine.port=4711")
+    own = ["validation.n=3", "gateway.port=8199", "engine.port=4711", r"rollout.stop=['\${HOME}']"]
+    run = run_of(tmp_path / "mine", *own)
     checkpoint(run, 5)
     newest = checkpoint(run, 12)
     config = evaluation_of(str(run))
@@ -51,9 +53,22 @@ def test_a_run_is_evaluated_beside_itself_and_only_evaluated(tmp_path: Path) -> 
     assert (config.validation.only, config.validation.n) == (True, 3)
     assert (config.gateway.port, config.engine.port, config.logging.wandb) == (0, 0, "disabled")
     assert config.pool.journal_dir is None
+    assert config.rollout.stop == ("${HOME}",)
     config = evaluation_of(str(run), 5, None, ["validation.n=8"])
     assert (config.run.resume, config.validation.n) == (run / "checkpoints" / "step_5", 8)
     assert read_run(run).name == "mine", "the run's own file is as it was"
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_engines_of_a_live_run_are_left_alone_and_others_are_taken(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "mine", "engine.kind=attach", "engine.urls=[http://a:1,http://b:1]")
+    checkpoint(run, 5)
+    assert evaluation_of(str(run)).engine.urls == ("http://a:1", "http://b:1")
+    with only_run_in(run):
+        with pytest.raises(ConfigError, match=r"is alive, and its engines \(http://b:1\)"):
+            evaluation_of(str(run), "latest", None, ["engine.urls=[http://b:1,http://c:1]"])
+        others = evaluation_of(str(run), "latest", None, ["engine.urls=[http://c:1]"])
+    assert others.engine.urls == ("http://c:1",)
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -89,6 +104,19 @@ def test_what_is_named_beside_the_command_is_that_and_not_what_the_run_has(
     assert config.rollout.reward.function == f"{here}/reward.py:score"
 
 
+@pytest.mark.usefixtures("_unchecked")
+def test_the_key_of_each_rollout_of_a_harness_is_no_secret_of_the_run(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "x"}\n')
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    own = [f"run.dir={folder}", f"data={tasks}", "rollout.harness=claude_code"]
+    began = load_config(None, [f"model.path={MODEL}", *own])
+    begin(began)
+    checkpoint(folder, 5)
+    assert evaluation_of(str(folder)).rollout.harness == began.rollout.harness
+
+
 def test_a_model_is_evaluated_on_the_tasks_of_a_preset(tmp_path: Path) -> None:
     config = evaluation_of(str(MODEL), "latest", "quickstart", ["validation.n=4"])
     assert (config.model.path, config.validation.only, config.validation.n) == (MODEL, True, 4)
@@ -115,6 +143,8 @@ def test_a_mistake_is_one_line_with_its_remedy(tmp_path: Path, capsys: Capture) 
     assert "--config is quickstart, but" in said(capsys, str(run), "--config", "quickstart", code=2)
     assert "--step is 'last'" in said(capsys, str(run), "--step", "last", code=2)
     assert "say on what" in said(capsys, str(MODEL), code=2)
+    of_model = [str(MODEL), "--config", "quickstart", "--step", "5"]
+    assert "--step is 5, of a run's checkpoints" in said(capsys, *of_model, code=2)
     live = tmp_path / "live"
     live.mkdir()
     begin(load_config("live", [f"run.dir={live}"]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+from ray._private.runtime_env.packaging import create_package
 
 from stepwell.cluster.nodes import Look, Seen, look, needs_of, runtime_env
 from stepwell.cluster.nodes import differences as told
@@ -83,10 +85,18 @@ def test_a_node_needs_what_runs_on_it() -> None:
 
 
 def test_a_project_travels_without_what_no_agent_imports(tmp_path: Path) -> None:
-    env = runtime_env(tmp_path, {})
+    project = tmp_path / "project"
+    for name in ("env/agent.py", "venv/pyvenv.cfg", "runs/a/run.json", ".git/HEAD", "tools/env/a"):
+        (project / name).parent.mkdir(parents=True)
+        (project / name).write_text("")
+    env = runtime_env(project, {})
     assert env is not None
-    assert env["working_dir"] == str(tmp_path)
-    assert {"runs", ".venv*", ".git"} <= set(env["excludes"])
+    assert env["working_dir"] == str(project)
+    packed = tmp_path / "packed.zip"
+    create_package(str(project), packed, excludes=env["excludes"], include_gitignore=True)
+    with ZipFile(packed) as file:
+        sent = {name for name in file.namelist() if not name.endswith("/")}
+    assert sent == {"env/agent.py", "tools/env/a"}
 
 
 def test_variables_of_a_run_travel_with_or_without_its_project(tmp_path: Path) -> None:

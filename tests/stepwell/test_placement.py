@@ -165,7 +165,7 @@ def test_the_embedded_engine_and_a_trainer_on_the_cpu_ask_for_none() -> None:
     [
         (("cluster.placement=disaggregated", "cluster.engines=3"), r"needs 5 GPUs .* has 2; use"),
         (("cluster.placement=colocated", "cluster.engines=3"), r"needs 3 GPUs .* has 2; use fewer"),
-        (("cluster.placement=colocated", "cluster.gpus_per_engine=3"), r"not divide the 2 GPUs of"),
+        (("cluster.gpus_per_engine=3",), r"needs 3 GPUs .* has 2; use fewer"),
         (
             ("cluster.placement=colocated", "cluster.gpus_per_engine=2", "cluster.engines=2"),
             "4 GPUs",
@@ -177,6 +177,21 @@ def test_too_few_gpus_are_an_error_with_the_arithmetic(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(config(*overrides), [DRIVER])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (("cluster.placement=colocated", "cluster.engines=1"), "set placement to 'disaggregated'"),
+        (("cluster.engines=3",), "use fewer engines or ranks"),
+    ],
+)
+def test_gpus_of_a_node_that_engines_do_not_divide_are_an_error_with_what_would_do(
+    overrides: tuple[str, ...], remedy: str
+) -> None:
+    nodes = [DRIVER._replace(gpus=3), OTHER._replace(gpus=3)]
+    with pytest.raises(ConfigError, match=rf"not divide the 3 GPUs of .* does, or {remedy}$"):
+        plan(config("cluster.gpus_per_engine=2", *overrides), nodes)
 
 
 def test_an_engine_that_fits_a_node_is_on_one() -> None:

@@ -316,5 +316,6 @@ def test_an_engine_of_several_gpus_shares_those_of_as_many_ranks(model: Any) -> 
     assert [p.gpus for p in engines] == ["GPU 0–3 (1/2)", "GPU 4–7 (1/2)"]
     assert found.strategy == "placement colocated: each engine shares the GPUs of 4 ranks"
     assert "--tp-size 4 " in found.commands[-1]
+    odd = ("cluster.gpus_per_engine=3", "cluster.engines=2")
     with pytest.raises(ConfigError, match=r"gpus_per_engine 3, which does not divide the 8 GPUs"):
-        planned("qwen3_4b_colocate", model("4b"), 8, 1, "cluster.gpus_per_engine=3")
+        planned("qwen3_4b_colocate", model("4b"), 8, 1, *odd)

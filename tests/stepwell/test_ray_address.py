@@ -18,6 +18,15 @@ def test_auto_is_the_ray_that_the_environment_names(monkeypatch: pytest.MonkeyPa
         find_ray("auto")
 
 
+def test_auto_in_the_environment_is_the_ray_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr("stepwell.cluster.address.psutil.process_iter", lambda: iter(()))
+    with pytest.raises(ConfigError, match="no Ray that could be joined runs on this machine"):
+        find_ray("auto")
+
+
 def test_a_ray_clients_address_is_answered_with_the_one_to_give() -> None:
     with pytest.raises(
         ConfigError, match="a Ray Client's; give the host:port of the cluster's GCS"

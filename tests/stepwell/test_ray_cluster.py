@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -21,9 +22,12 @@ import pytest
 import ray
 from pydantic import SecretStr
 
-from stepwell.cluster.parts import start_cluster
+from stepwell.cluster.nodes import runtime_env
+from stepwell.cluster.parts import POOL_NAME, start_cluster
 from stepwell.cluster.ray import joined
+from stepwell.datapool import PoolConfig, start_data_pool
 from stepwell.layout import GATEWAY_KEY
+from stepwell.run.folder import GatewayPart
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.e2e.conftest import small_config
@@ -361,6 +365,57 @@ async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_pa
             await run.pool.open_group("p", 1)
             ends = await there.run_group.remote(task, "p", 1)
             assert ends == {"complete": 1}
+
+
+@pytest.mark.long
+async def test_a_second_run_of_one_name_on_a_cluster_is_told_and_one_after_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder, or another machine: no lock tells."""
+    with ray_nodes({"num_cpus": 1}) as cluster:
+        config = small_config(tmp_path, f"cluster.address={cluster.address}", "run.name=mine")
+        with joined(cluster.address):
+            other = {"namespace": "stepwell-mine", "lifetime": "detached"}
+            start_data_pool(PoolConfig(durability="none"), name=POOL_NAME, **other)
+        with monkeypatch.context() as at_once:
+            at_once.setattr("stepwell.cluster.parts.NAME_WAIT_S", 0.0)
+            with pytest.raises(ConfigError, match=r"run\.name is 'mine', and another run of that"):
+                async with start_cluster(config):
+                    pass
+        with joined(cluster.address):
+            ray.kill(ray.get_actor(POOL_NAME, "stepwell-mine"))
+        async with start_cluster(config) as run:
+            await run.pool.open_group("p", 1)
+
+
+@pytest.mark.long
+def test_a_project_that_is_too_large_to_travel_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data.bin").write_bytes(os.urandom(1 << 16))
+    monkeypatch.setattr("ray._private.runtime_env.packaging.GCS_STORAGE_MAX_SIZE", 1 << 12)
+    with ray_nodes({"num_cpus": 1}) as cluster:
+        said = rf"{tmp_path}, which a node there does not have, cannot be sent to it \(.*exceeds"
+        with (
+            pytest.raises(ConfigError, match=said),
+            joined(cluster.address, runtime_env=runtime_env(tmp_path, {})),
+        ):
+            pass
+
+
+@pytest.mark.long
+async def test_commands_on_a_run_have_a_key_where_its_user_gave_the_gateway_keys(
+    tmp_path: Path,
+) -> None:
+    of_the_last_start = "o" * 43
+    (tmp_path / GATEWAY_KEY).write_text(of_the_last_start)
+    async with start_cluster(small_config(tmp_path, f"gateway.admin_keys={'k' * 20}")) as run:
+        gateway = GatewayPart(urls=run.gateway_urls, key_file=run.key_file)
+        key = gateway.key()
+        told = await asyncio.to_thread(gateway.ask, run.gateway_url, "/statistics")
+    assert key is not None
+    assert key.get_secret_value() == of_the_last_start
+    assert told["calls"] is not None
 
 
 STARTER = """

@@ -28,6 +28,7 @@ SECRETIVE = (
     "rollout.reward={function: remote, kwargs: {url: 'http://me:s3cret-of-sixteen@r', "
     "headers: {Authorization: Bearer s3cret-of-sixteen}}}",
     "engine.env.AWS_SECRET_ACCESS_KEY=s3cret-of-sixteen",
+    "cluster.env={OPENAI_KEY: s3cret-of-sixteen, PGPASSWORD: s3cret-of-sixteen, PWD: /shown}",
     "gateway.admin_keys=[s3cret-of-sixteen]",
 )
 OWNER = """
@@ -84,6 +85,7 @@ def test_it_is_the_owners_alone_and_holds_no_secret(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert "s3cret-of-sixteen" not in path.read_text()
     assert "Authorization" in path.read_text()
+    assert "/shown" in path.read_text()
     assert [p.name for p in tmp_path.iterdir()] == [RUN_FILE]
 
 

@@ -91,6 +91,19 @@ async def test_what_no_run_wrote_is_not_removed(tmp_path: Path, resume: str, nam
     assert all((tmp_path / n / "mine").is_file() for n in ("weights", "checkpoints", "logs"))
 
 
+async def test_what_is_on_another_disk_is_not_gone_on_from_by_a_start_over(tmp_path: Path) -> None:
+    """What is linked to is not removed: the folder of a run may be a copy, with the links."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    (disk / "step_100").mkdir(parents=True)
+    run.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    options = ["logging.console=quiet", f"run.dir={run}"]
+    begin(load_config("quickstart", options))
+    with pytest.raises(ConfigError, match=rf"checkpoints is a link to {disk}, .*; empty that fo"):
+        await train(load_config("quickstart", [*options, "run.resume=never"]))
+    assert (disk / "step_100").is_dir()
+
+
 @pytest.mark.parametrize("resume", ["auto", "never"])
 async def test_the_model_that_a_run_begins_with_is_not_removed_by_its_start(
     tmp_path: Path, resume: str

@@ -24,13 +24,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch.backend import TorchBackend
+from stepwell.config.load import load_config
 from stepwell.config.run import RunConfig, RunSection
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.sealed import seal
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.types import Group
 from stepwell.layout import CHECKPOINTS
-from stepwell.run.folder import only_trainer_in
+from stepwell.run.folder import begin, only_trainer_in
 from stepwell.run.serve import start_over
 from stepwell.run.train import _finished
 from stepwell.track.summary import write_summary
@@ -118,6 +119,30 @@ def test_a_run_is_not_started_over_while_a_pool_or_a_trainer_lives_in_its_folder
     assert (tmp_path / "pool" / "pool.acked").exists()
     start_over(tmp_path)
     assert not (tmp_path / "pool").exists()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_run_that_is_started_over_has_no_journal_elsewhere_either(
+    tmp_path: Path, shards: int
+) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "fast"
+    folders = [elsewhere] if shards == 1 else [elsewhere / f"shard-{k}" for k in range(shards)]
+    run.mkdir()
+    begin(load_config("quickstart", [f"run.dir={run}", f"pool.journal_dir={elsewhere}"]))
+    for folder in folders:
+        journal = Journal(folder, "process")
+        journal.append("train", "step", b"head")
+        journal.flush()
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} has the pool .* run.name"):
+            start_over(run)
+        journal.close()
+    (elsewhere / "mine").write_text("")
+    (elsewhere / "shards").write_text("")
+    shutil.copytree(run, tmp_path / "copy")
+    start_over(tmp_path / "copy")
+    assert all((folder / "pool.acked").is_file() for folder in folders)
+    start_over(run)
+    assert [path.name for path in elsewhere.iterdir()] == ["mine"]
 
 
 def test_the_newest_is_found_by_number_and_not_by_name(tmp_path: Path) -> None:

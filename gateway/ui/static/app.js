@@ -61,8 +61,8 @@ function Login() {
   return html`<main class="login">
     <form class="card" onSubmit=${enter}>
       <h1>Stepwell</h1>
-      <p>This gateway needs an admin key. Of a run that made its own, it is in the file <code>gateway_key</code> of
-        the run's folder.</p>
+      <p>This gateway needs an admin key. The run's own is in the file <code>gateway_key</code> of
+        its folder.</p>
       <label class="field"><span>Admin key</span>
         <input type="password" autocomplete="current-password" required value=${key}
           onInput=${(/** @type {any} */ e) => set(e.target.value)} />

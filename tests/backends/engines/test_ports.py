@@ -6,6 +6,7 @@ import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -68,6 +69,17 @@ def test_a_block_is_held_until_it_is_released() -> None:
     block.release()
     again = Block(block.first_port)
     again.release()
+
+
+def test_ports_are_found_where_the_system_hands_nearly_all_of_them_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a busy server is often set: net.ipv4.ip_local_port_range = 1024 65535."""
+    handed_out = tmp_path / "ip_local_port_range"
+    handed_out.write_text("1024\t65535\n")
+    monkeypatch.setattr("stepwell.backends.engines.ports.SYSTEMS_PORTS", handed_out)
+    with Blocks() as blocks:
+        assert 10_000 <= blocks.take().first_port <= 65_536 - BLOCK
 
 
 def test_one_port_in_use_makes_the_search_go_on() -> None:
