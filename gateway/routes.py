@@ -516,9 +516,13 @@ async def generate(request: Request) -> Response:
         exchange.close()
     try:
         (reply,) = await exchange.results()
+        exchange.delivered()
     finally:
         connection.listeners.discard(exchange)
         exchange.close()
+    connection.handed = exchange
+    if connection.is_lost:
+        exchange.lose()
     generation, sampling = reply.generation, reply.request.sampling
     answer = OrjsonResponse(
         {

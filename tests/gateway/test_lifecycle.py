@@ -396,6 +396,16 @@ async def test_white_box_messages_extend_exact_tokens_too(world: Any, http: Http
     assert step.prompt_ids.tolist()[: len(before)] == before
 
 
+async def test_a_white_box_agent_that_asks_again_gets_another_sample(
+    world: Any, http: Http
+) -> None:
+    body = {"trajectory_uid": "t", "prompt_uid": "p", "prompt_ids": [5, 6, 7]}
+    for said in ("one", "two", "three"):
+        world.say(said)
+        _, got = await http.post(world.url + "/generate", **body)
+        assert got["message"]["content"] == said
+
+
 async def test_rewards_are_computed_by_the_configured_function(worlds: Any, http: Http) -> None:
     world = await worlds(reward_fn="fractions:Fraction")
     status, got = await http.post(world.url + "/compute_reward", numerator=3, denominator=4)
