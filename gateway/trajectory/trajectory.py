@@ -182,8 +182,8 @@ class LiveTrajectory:
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Register with the pool, and wait for room in its channel as long as a call may queue; or
-        for its end, where that is under way. Registering again merges metadata. If the pool fails and calls are served without it, the
-        trajectory is `unrecorded` from now on.
+        for its end, where that is under way. Registering again merges metadata. If the pool fails
+        and calls are served without it, the trajectory is `unrecorded` from now on.
 
         Raises:
             TrajectoryConflictError: it is open in another channel.
