@@ -244,7 +244,7 @@ class Identities:
                     trajectory.detach()
                 elif not trajectory.is_new:
                     trajectory.last_used = time.monotonic()  # asked again after as long
-                    await trajectory.catch_up()
+                    await trajectory.refresh()
             except TrajectoryClosedError:
                 log.debug("%s was closed by the pool", trajectory.uid)
             except (GatewayError, DataPoolError) as e:  # tried again in a later round

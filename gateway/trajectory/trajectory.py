@@ -204,14 +204,23 @@ class LiveTrajectory:
         self.check_owner(caller)
 
     async def catch_up(self) -> None:
-        """Read what other gateways stored since.
+        """Read what other gateways stored since, for a call; if the pool fails, as `open`.
 
         Raises:
             TrajectoryClosedError: closed meanwhile.
         """
         if self.unrecorded is None:
-            asking = self._open(again=True)
+            asking = self.refresh()
             await (self._unless_given_up(asking) if self._may_give_up else asking)
+
+    async def refresh(self) -> None:
+        """Read what other gateways stored since, if the pool answers: no call needs it.
+
+        Raises:
+            TrajectoryClosedError: closed meanwhile.
+            One of UNAVAILABLE
+        """
+        await self._open(again=True)
 
     async def went_on_elsewhere(self) -> bool:
         """Return true if another gateway stored Steps of it since, which are read then.
@@ -225,7 +234,7 @@ class LiveTrajectory:
         listed = await self._pool_access.ask(listing)
         if all(row.n_steps + row.n_missing <= self.steps for row in listed.items):
             return False
-        await self.catch_up()
+        await self.refresh()
         return True
 
     def append(

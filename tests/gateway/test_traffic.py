@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -606,6 +607,7 @@ async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
 
 # -- calls that are not recorded -------------------------------------------------------------
 
+SILENT = Tuning(pool_timeout_s=0.3, pool_patience_s=0.2)
 SERVES: Any = {"on_pool_failure": "serve_unrecorded", "tuning": Tuning(pool_patience_s=0.2)}
 
 
@@ -699,6 +701,21 @@ async def test_what_waited_behind_a_lost_commit_is_not_stored_either(
     await behind
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 2}
     assert len(world.stored()) == 1
+
+
+@pytest.mark.parametrize("how", ["is_away", "is_silent"])
+async def test_an_idle_trajectory_is_not_given_up_because_the_pool_is_away_as_it_is_asked_about(
+    worlds: Any, agents: Any, how: str
+) -> None:
+    world = await worlds(on_pool_failure="serve_unrecorded", queue_timeout_s=0.1, tuning=SILENT)
+    agent = agents(world)
+    await agent.say(user("hi"), under="/t1/p1")
+    setattr(world.port, how, True)
+    await world.gateway.identities.close_idle(time.monotonic() + 1)
+    setattr(world.port, how, False)
+    await agent.say(user("and now?"), under="/t1/p1")
+    assert len(world.stored("t1")) == 2
+    assert (await recording(agent))["owed_aborts"] == 0
 
 
 async def test_by_default_a_pool_that_is_away_refuses(worlds: Any, agents: Any) -> None:
