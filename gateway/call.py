@@ -173,7 +173,8 @@ class Calls:
                         break
                     except (TrajectoryClosedError, TrajectoryConflictError):
                         # A conversation has no address that its agent could be told is over.
-                        if begin_again is None or not left or not trajectory.is_conversation:
+                        is_over = not trajectory.is_conversation or trajectory.is_deleted
+                        if begin_again is None or not left or is_over:
                             raise
                         trajectories[i] = trajectory = begin_again(trajectory, request, i)
                         used.append(trajectory)
@@ -220,10 +221,11 @@ class Calls:
     ) -> None:
         """Open the trajectory, and make the prompt again if it has other turns than were known."""
         was_new, n_steps = trajectory.is_new, trajectory.steps
-        if was_new:
+        if was_new or trajectory.n_ending:
             await trajectory.open(caller)
         else:
             trajectory.check_owner(caller)
+            trajectory.check_open()  # it may have been closed while the prompt was made
         if not was_new and (self.replicas > 1 or keys[0].is_retry):
             await self._catch_up(trajectory, request, keys)
         if trajectory.steps > n_steps:

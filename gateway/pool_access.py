@@ -48,6 +48,9 @@ pool failed; its trajectory was closed before its reply."""
 POOL_FAILURE: Final = "pool_failure"
 RETRY_S = 1.0
 """Between two tries of an abort."""
+ABORTS_AT_ONCE = 16
+"""Aborts that the pool is asked for at once, or waited with for the next try: a pool that is away
+for an hour may owe thousands."""
 
 
 class PoolAccess:
@@ -68,6 +71,7 @@ class PoolAccess:
         """The pool failed a call and has not answered since."""
         self._owed: set[asyncio.Task[None]] = set()
         """Aborts that the pool has not answered yet."""
+        self._aborting = asyncio.Semaphore(ABORTS_AT_ONCE)
         self._noting: set[asyncio.Task[None]] = set()
         """Metadata that the pool has not answered yet."""
 
@@ -197,15 +201,16 @@ class PoolAccess:
 
     async def _abort(self, channel: str, uid: str) -> None:
         while True:
-            try:
-                abort = self.pool.abort_trajectory(uid, POOL_FAILURE, channel=channel)
-                await self.ask(abort, timeout_s=self._patience_s)
-            except UNAVAILABLE:
-                await asyncio.sleep(RETRY_S)
-                continue
-            except DataPoolError as e:  # it never heard of it, or has closed it
-                log.debug("%s needs no abort: %s", uid, e)
-            except Exception:  # a bug: a pool that is away for good would stop all recording
-                log.exception("aborting %s failed", uid)
+            async with self._aborting:
+                try:
+                    abort = self.pool.abort_trajectory(uid, POOL_FAILURE, channel=channel)
+                    await self.ask(abort, timeout_s=self._patience_s)
+                except UNAVAILABLE:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                except DataPoolError as e:  # it never heard of it, or has closed it
+                    log.debug("%s needs no abort: %s", uid, e)
+                except Exception:  # a bug: a pool that is away for good would stop all recording
+                    log.exception("aborting %s failed", uid)
             self.is_away = False
             return

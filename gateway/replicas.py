@@ -99,6 +99,10 @@ class Replicas:
                 return False
         return True
 
+    async def look(self) -> None:
+        """Find out which of them answer, as `statistics` tells it."""
+        await asyncio.gather(*map(self._is_up, range(len(self.urls))))
+
     def statistics(self) -> dict[str, Any]:
         return {
             "replica": self.index,

@@ -42,7 +42,7 @@ async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[
             result = await function(**fields)
         else:
             result = await asyncio.to_thread(with_own_loop, lambda: function(**fields))
-    except Exception as e:  # foreign code: any failure is a missing score, never 0
+    except (Exception, SystemExit) as e:  # foreign code: any failure is a missing score, never 0
         raise RewardError(f"gateway.reward_fn failed ({type(e).__name__}: {e!s:.200})") from e
     details: dict[str, Any] = {}
     reward = result

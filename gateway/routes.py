@@ -516,9 +516,13 @@ async def generate(request: Request) -> Response:
         exchange.close()
     try:
         (reply,) = await exchange.results()
+        exchange.delivered()
     finally:
         connection.listeners.discard(exchange)
         exchange.close()
+    connection.handed = exchange
+    if connection.is_lost:
+        exchange.lose()
     generation, sampling = reply.generation, reply.request.sampling
     answer = OrjsonResponse(
         {
@@ -629,7 +633,9 @@ async def ready(request: Request) -> Response:
 
 async def statistics(request: Request) -> Response:
     """Counts of calls, trajectories, tokens and waits since the start."""
-    return OrjsonResponse(services_of(request).statistics())
+    services = services_of(request)
+    await services.replicas.look()
+    return OrjsonResponse(services.statistics())
 
 
 async def metrics(request: Request) -> Response:
@@ -639,6 +645,7 @@ async def metrics(request: Request) -> Response:
     with suppress(*UNAVAILABLE):  # told as `stepwell_pool_up 0`
         asked = services.pool.get_statistics()
         pool = await services.pool_access.ask(asked, timeout_s=SCRAPE_S)
+    await services.replicas.look()
     accept = request.headers.get("accept", "")
     page, content_type = exposition(accept, services.statistics(), pool)
     return Response(page, media_type=content_type)

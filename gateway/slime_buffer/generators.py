@@ -66,7 +66,7 @@ class Generator:
             self.check_rollout(payload)
         except RequestError:
             raise
-        except Exception as e:  # foreign code
+        except (Exception, SystemExit) as e:  # foreign code
             raise RequestError(
                 f"the rollout generator {self.path} refuses this start, and nothing was started: "
                 f"{e!s:.500}",
@@ -81,7 +81,7 @@ class Generator:
         """
         try:
             return getattr(self, name)(*args)
-        except Exception as e:  # foreign code
+        except (Exception, SystemExit) as e:  # foreign code
             raise GeneratorError(
                 f"{name} of the rollout generator {self.path} failed "
                 f"({type(e).__name__}: {e!s:.200})"

@@ -26,6 +26,7 @@ from pydantic import ConfigDict, Field, PlainValidator
 
 from stepwell.datapool.errors import (
     InvalidStepError,
+    PoolFullError,
     StepConflictError,
     TrajectoryClosedError,
     TrajectoryConflictError,
@@ -243,6 +244,8 @@ class RolloutWriter:
         self._text = text
         self._filling: LRUCache[str, tuple[int, int]] = LRUCache(REMEMBERED)
         """By instance id: (number of its group that is filling up, items in it)."""
+        self._left: LRUCache[str, list[str]] = LRUCache(REMEMBERED)
+        """By instance id: groups with a place that was taken and is free again."""
         self._homes: LRUCache[str, _Home] = LRUCache(REMEMBERED)
         """By uid: a repeated write is the same rollout."""
 
@@ -310,7 +313,14 @@ class RolloutWriter:
         self, item: Item, found: list[Step], metadata: dict[str, Any], repeats: int | None
     ) -> None:
         uid = str(uuid.uuid4().hex if item.uid is None else item.uid)
-        home = await self._home(uid, str(item.instance_id), repeats)
+        instance = str(item.instance_id)
+        try:
+            home = await self._home(uid, instance, repeats)
+        except PoolFullError:
+            if item.uid is None:  # it cannot come again under its name
+                left = self._homes.pop(uid).prompt_uid
+                self._left[instance] = [*self._left.get(instance, ()), left]
+            raise
         steps = [
             replace(s, trajectory_uid=home.trajectory_uid, prompt_uid=home.prompt_uid)
             for s in found
@@ -364,6 +374,10 @@ class RolloutWriter:
 
     def _place(self, instance: str, repeats: int | None) -> str:
         """A place in the instance's group that is filling up: its prompt_uid."""
+        if left := self._left.pop(instance, None):
+            if left[1:]:
+                self._left[instance] = left[1:]
+            return left[0]
         k, n = self._filling.get(instance, (0, 0))
         if repeats is not None and n >= repeats:
             k, n = k + 1, 0

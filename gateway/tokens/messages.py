@@ -568,7 +568,7 @@ class TurnMessages:
                 said = orjson.loads(text)
         except TypeError:  # an integer beyond 64 bits or half a surrogate: no Step can carry it
             return None
-        except Exception:  # foreign code: what it did not redact is not kept
+        except (Exception, SystemExit):  # foreign code: what it did not redact is not kept
             log.exception("gateway.redact_messages failed; the turn's messages are not kept")
             return None
         return said if len(text) <= self._limit else None

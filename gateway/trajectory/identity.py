@@ -153,9 +153,10 @@ class Identities:
     def begin_again(
         self, origin: Origin, trajectory: LiveTrajectory, call: ChatRequest, i: int
     ) -> LiveTrajectory:
-        """Another trajectory for prompt `i`, as `identify`: the pool takes no more of this one,
-        nor of its group."""
-        self._groups.end(trajectory.group)
+        """Another trajectory for prompt `i`, as `identify`: this one takes no more calls. If it was
+        refused as it began, its group takes no more either."""
+        if trajectory.is_new:
+            self._groups.end(trajectory.group)
         trajectory.detach()
         return self.identify(origin, call, i)
 
@@ -229,11 +230,13 @@ class Identities:
         say, and an agent that died never comes to hear it."""
         n_completed = 0
         for trajectory in self._trajectories:
-            if trajectory.in_flight or trajectory.last_used >= before:
+            if not trajectory.is_idle(before):
                 continue
             try:
                 if trajectory.caller is not None and await trajectory.went_on_elsewhere():
                     trajectory.last_used = time.monotonic()
+                elif not trajectory.is_idle(before):
+                    continue  # it went on here, while the pool was asked
                 elif trajectory.caller is not None:
                     await trajectory.complete(None, {"closed_by": "idle"})
                     n_completed += 1
@@ -241,7 +244,7 @@ class Identities:
                     trajectory.detach()
                 elif not trajectory.is_new:
                     trajectory.last_used = time.monotonic()  # asked again after as long
-                    await trajectory.catch_up()
+                    await trajectory.refresh()
             except TrajectoryClosedError:
                 log.debug("%s was closed by the pool", trajectory.uid)
             except (GatewayError, DataPoolError) as e:  # tried again in a later round

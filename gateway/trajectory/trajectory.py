@@ -121,6 +121,8 @@ class LiveTrajectory:
         self.users = 0
         """Requests that are about to open it, or to begin calls: it is kept for them, though the
         pool may not have heard of it. They end with `forget_if_unused`."""
+        self.n_ending = 0
+        """Requests that are about to close it: calls that begin wait for what comes of it."""
         self._opened = closed is not None
 
     @property
@@ -137,6 +139,10 @@ class LiveTrajectory:
     def is_deleted(self) -> bool:
         """Nobody is to get, or keep, what its calls say."""
         return self.closed == _DELETED
+
+    def is_idle(self, before: float) -> bool:
+        """No call is in flight or about to begin, and none ended since (monotonic seconds)."""
+        return not (self.in_flight or self.users or self.last_used >= before)
 
     def forget_if_unused(self) -> None:
         """Drop it if it was refused before the pool heard of it."""
@@ -175,9 +181,9 @@ class LiveTrajectory:
         attempt: int = 0,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Register with the pool, and wait for room in its channel as long as a call may queue.
-        Registering again merges metadata. If the pool fails and calls are served without it, the
-        trajectory is `unrecorded` from now on.
+        """Register with the pool, and wait for room in its channel as long as a call may queue; or
+        for its end, where that is under way. Registering again merges metadata. If the pool fails
+        and calls are served without it, the trajectory is `unrecorded` from now on.
 
         Raises:
             TrajectoryConflictError: it is open in another channel.
@@ -186,7 +192,7 @@ class LiveTrajectory:
             PermissionDeniedError: another key opened it, or its group.
         """
         self.check_owner(caller)
-        if self._opened and channel is None and metadata is None:
+        if self._opened and channel is None and metadata is None and not self.n_ending:
             return
         self.greedy |= bool(metadata and metadata.get(GREEDY))
         if self._is_unrecorded():
@@ -198,14 +204,23 @@ class LiveTrajectory:
         self.check_owner(caller)
 
     async def catch_up(self) -> None:
-        """Read what other gateways stored since.
+        """Read what other gateways stored since, for a call; if the pool fails, as `open`.
 
         Raises:
             TrajectoryClosedError: closed meanwhile.
         """
         if self.unrecorded is None:
-            asking = self._open(again=True)
+            asking = self.refresh()
             await (self._unless_given_up(asking) if self._may_give_up else asking)
+
+    async def refresh(self) -> None:
+        """Read what other gateways stored since, if the pool answers: no call needs it.
+
+        Raises:
+            TrajectoryClosedError: closed meanwhile.
+            One of UNAVAILABLE
+        """
+        await self._open(again=True)
 
     async def went_on_elsewhere(self) -> bool:
         """Return true if another gateway stored Steps of it since, which are read then.
@@ -219,7 +234,7 @@ class LiveTrajectory:
         listed = await self._pool_access.ask(listing)
         if all(row.n_steps + row.n_missing <= self.steps for row in listed.items):
             return False
-        await self.catch_up()
+        await self.refresh()
         return True
 
     def append(
@@ -585,6 +600,7 @@ class LiveTrajectory:
     ) -> TrajectoryOutcome:
         self.check_owner(caller)
         self.users += 1
+        self.n_ending += 1
         try:
             async with self._lock:
                 if self.unrecorded is not None:
@@ -606,6 +622,7 @@ class LiveTrajectory:
                 return outcome
         finally:
             self.users -= 1
+            self.n_ending -= 1
             self.forget_if_unused()
 
     def _close(self, how: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Wiring
+from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from tests.builders import until
 from tests.gateway.conftest import Sampled
 
@@ -289,6 +290,107 @@ async def test_a_conversation_in_flight_is_not_idle(world: Any) -> None:
     assert await world.gateway.identities.close_idle(time.monotonic() + 9) == 0
     gate.set()
     await asked
+
+
+def held(world: Any, name: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """Hold the pool's answers to this question: (set when it is asked, its gate)."""
+    ask, asked, gate = getattr(world.pool, name), asyncio.Event(), asyncio.Event()
+
+    async def hold(*arguments: Any, **options: Any) -> Any:
+        asked.set()
+        await gate.wait()
+        return await ask(*arguments, **options)
+
+    setattr(world.pool, name, hold)
+    return asked, gate
+
+
+async def test_a_conversation_that_goes_on_while_the_pool_is_asked_about_it_is_not_idle(
+    world: Any,
+) -> None:
+    client = await plain(world)
+    messages = await talk(client, [user("hi")])
+    asked, gate = held(world, "list_trajectories")
+    sweep = asyncio.create_task(world.gateway.identities.close_idle(time.monotonic()))
+    await asked.wait()
+    slow = asyncio.Event()
+    world.say("still here", gate=slow)
+    call = asyncio.create_task(talk(client, [*messages, user("go on")]))
+    await until(lambda: len(world.engine.requests) == 2, 5)
+    gate.set()
+    assert await sweep == 0
+    slow.set()
+    await call
+    assert len(world.stored(uids(world)[0])) == 2
+
+
+@pytest.mark.parametrize("by", ["idle", "name"])
+async def test_a_call_that_comes_while_its_conversation_is_completed_begins_another(
+    world: Any, by: str
+) -> None:
+    client = await plain(world)
+    messages = await talk(client, [user("hi")])
+    [trajectory] = world.gateway.trajectories
+    asked, gate = held(world, "complete_trajectory")
+    if by == "idle":
+        ending = world.gateway.identities.close_idle(time.monotonic() + 1)
+    else:
+        ending = world.gateway.outcomes.complete(trajectory.uid, 1.0, {})
+    end = asyncio.create_task(ending)
+    await asked.wait()
+    call = asyncio.create_task(talk(client, [*messages, user("go on")]))
+    await until(lambda: trajectory.users > 1 or len(world.engine.requests) == 2, 5)
+    gate.set()
+    await end
+    await call
+    first, second = world.stored()
+    assert first.trajectory_uid == trajectory.uid != second.trajectory_uid
+    assert (await world.pool.lease_batch(1, "train")).groups[0].steps[0].trajectory_uid == (
+        trajectory.uid
+    )
+
+
+@pytest.mark.parametrize("how", ["complete", "delete"])
+@pytest.mark.parametrize("under", ["", "/t1/p1"], ids=["conversation", "url"])
+async def test_a_call_whose_trajectory_is_closed_as_its_prompt_is_made_is_not_lost(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch, how: str, under: str
+) -> None:
+    world = await worlds(tuning=Tuning(offload_chars=10))
+    client = await (world.client() if under else plain(world))
+    messages = await talk(client, [user("hi")])
+    [trajectory] = world.gateway.trajectories
+    renderer, begun, gate = (
+        world.gateway.calls.prompts.renderer,
+        threading.Event(),
+        threading.Event(),
+    )
+    suffix = renderer.suffix
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert gate.wait(10)
+        return suffix(*args)
+
+    monkeypatch.setattr(renderer, "suffix", slow)
+    call = asyncio.create_task(talk(client, [*messages, user("go on " * 9)]))
+    await until(begun.is_set, 5)
+    async with aiohttp.ClientSession() as session:
+        if how == "complete":
+            body = {"trajectory_uid": trajectory.uid, "reward": 1}
+            asking = session.post(f"{world.url}/v1/complete_trajectory", json=body)
+        else:
+            asking = session.delete(f"{world.url}/v1/trajectories/{trajectory.uid}")
+        async with asking as answer:
+            assert answer.status == 200
+    gate.set()
+    if how == "complete" and not under:
+        await call
+        assert len(set(uids(world))) == 2, "it is stored in another trajectory"
+    else:
+        with pytest.raises(openai.APIStatusError, match=f"{how}d") as refused:
+            await call
+        assert refused.value.status_code == 410
+        assert len(world.engine.requests) == 1, "nothing is sampled for a closed one"
 
 
 async def test_headers_name_a_trajectory(world: Any) -> None:

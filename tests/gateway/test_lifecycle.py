@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -405,6 +406,16 @@ async def test_white_box_messages_extend_exact_tokens_too(world: Any, http: Http
     assert step.prompt_ids.tolist()[: len(before)] == before
 
 
+async def test_a_white_box_agent_that_asks_again_gets_another_sample(
+    world: Any, http: Http
+) -> None:
+    body = {"trajectory_uid": "t", "prompt_uid": "p", "prompt_ids": [5, 6, 7]}
+    for said in ("one", "two", "three"):
+        world.say(said)
+        _, got = await http.post(world.url + "/generate", **body)
+        assert got["message"]["content"] == said
+
+
 async def test_rewards_are_computed_by_the_configured_function(worlds: Any, http: Http) -> None:
     world = await worlds(reward_fn="fractions:Fraction")
     status, got = await http.post(world.url + "/compute_reward", numerator=3, denominator=4)
@@ -434,6 +445,24 @@ async def test_a_reward_function_may_run_a_loop_of_its_own(worlds: Any, http: Ht
 
 def _waiting_score(solution_str: str) -> float:
     return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, float(len(solution_str))))
+
+
+@pytest.mark.parametrize("function", ["_ending_score", "_async_ending_score"])
+async def test_a_reward_function_that_exits_is_told_as_any_that_fails(
+    worlds: Any, http: Http, function: str
+) -> None:
+    world = await worlds(reward_fn=f"{__name__}:{function}")
+    status, got = await http.post(world.url + "/compute_reward", solution_str="4")
+    assert (status, got["error"]["code"]) == (500, "reward_failed")
+    assert "SystemExit" in got["error"]["message"]
+
+
+def _ending_score(solution_str: str) -> float:
+    sys.exit(f"no verifier for {solution_str}")
+
+
+async def _async_ending_score(solution_str: str) -> float:
+    sys.exit(f"no verifier for {solution_str}")
 
 
 async def test_a_reward_functions_details_and_arguments_may_be_any(worlds: Any, http: Http) -> None:

@@ -931,6 +931,20 @@ async def test_any_replica_hands_out_the_addresses_of_all_that_answer(
     assert [r["up"] for r in told["replicas"]] == [True, True, False]
 
 
+async def test_a_replica_that_does_not_answer_is_told_though_no_address_is_handed_out(
+    fleets: Callable[..., Any],
+) -> None:
+    fleet = await fleets(replicas=2)
+    with reserved_port() as held:
+        port = held.getsockname()[1]
+        urls = (f"http://127.0.0.1:{port}", "http://127.0.0.1:9")
+        one = await fleet.another(port, replica=0, replica_urls=urls)
+        async with aiohttp.ClientSession() as http, http.get(f"{one.url}/metrics") as answer:
+            page = await answer.text()
+    told = [line for line in page.splitlines() if line.startswith("stepwell_gateway_replica_up{")]
+    assert [float(line.rpartition(" ")[2]) for line in told] == [1.0, 0.0]
+
+
 ADMIN = "an-admin-key-for-tests"
 
 

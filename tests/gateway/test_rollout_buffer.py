@@ -842,6 +842,24 @@ async def test_a_write_that_failed_keeps_its_place(
     assert list(consumer.groups(await consumer.items())) == [17]
 
 
+async def test_a_write_without_a_uid_that_found_no_room_takes_no_place_in_a_group(
+    worlds: Callable[..., Any],
+):
+    full = PoolConfig(default=ChannelConfig(max_queue_size=1, overflow="block"))
+    world = await worlds(pool_config=full, queue_timeout_s=0.1)
+    consumer = Consumer(world.url)
+    await consumer.start()
+    for uid in ("u0", "u1"):
+        assert (await consumer.post("/buffer/write", written(uid=uid)))[0] == 200
+    item = written(uid=None, instance_id=18)
+    for _ in range(3):
+        assert (await consumer.post("/buffer/write", item))[0] == 503
+    assert list(consumer.groups(await consumer.items())) == [17]
+    for _ in range(2):
+        assert (await consumer.post("/buffer/write", item))[0] == 200
+    assert list(consumer.groups(await consumer.items())) == [18]
+
+
 # -- bad payloads ---------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -13,6 +14,7 @@ import pytest
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.ops import AbortTrajectory
 from stepwell.gateway.config import Tuning
+from stepwell.gateway.pool_access import ABORTS_AT_ONCE
 from tests.builders import until
 
 VERSION, TRAJECTORY = "x-stepwell-version", "x-stepwell-trajectory"
@@ -606,6 +608,7 @@ async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
 
 # -- calls that are not recorded -------------------------------------------------------------
 
+SILENT = Tuning(pool_timeout_s=0.3, pool_patience_s=0.2)
 SERVES: Any = {"on_pool_failure": "serve_unrecorded", "tuning": Tuning(pool_patience_s=0.2)}
 
 
@@ -698,6 +701,49 @@ async def test_what_waited_behind_a_lost_commit_is_not_stored_either(
     world.port.door.set()
     await behind
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 2}
+    assert len(world.stored()) == 1
+
+
+@pytest.mark.parametrize("how", ["is_away", "is_silent"])
+async def test_an_idle_trajectory_is_not_given_up_because_the_pool_is_away_as_it_is_asked_about(
+    worlds: Any, agents: Any, how: str
+) -> None:
+    world = await worlds(on_pool_failure="serve_unrecorded", queue_timeout_s=0.1, tuning=SILENT)
+    agent = agents(world)
+    await agent.say(user("hi"), under="/t1/p1")
+    setattr(world.port, how, True)
+    await world.gateway.identities.close_idle(time.monotonic() + 1)
+    setattr(world.port, how, False)
+    await agent.say(user("and now?"), under="/t1/p1")
+    assert len(world.stored("t1")) == 2
+    assert (await recording(agent))["owed_aborts"] == 0
+
+
+async def test_a_pool_that_is_away_is_asked_for_few_of_the_aborts_it_is_owed_at_once(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(**SERVES)
+    agent = agents(world)
+    abort, n_asked, gate = world.pool.abort_trajectory, [0, 0], asyncio.Event()
+
+    async def hold(*arguments: Any, **options: Any) -> Any:
+        n_asked[0] += 1
+        n_asked[1] = max(n_asked)
+        try:
+            await gate.wait()
+            return await abort(*arguments, **options)
+        finally:
+            n_asked[0] -= 1
+
+    world.pool.abort_trajectory = hold
+    world.port.is_away = True
+    await asyncio.gather(*(agent.say(user(f"hi {i}")) for i in range(3 * ABORTS_AT_ONCE)))
+    assert (await recording(agent))["owed_aborts"] == 3 * ABORTS_AT_ONCE
+    world.port.is_away = False
+    gate.set()
+    await until_settled(agent)
+    assert n_asked == [0, ABORTS_AT_ONCE]
+    await agent.say(user("hi again"))
     assert len(world.stored()) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -86,8 +87,15 @@ async def test_what_is_redacted_is_kept_nowhere_and_the_model_sees_it(worlds: An
     assert "42" in world.tokenizer.decode(world.engine.requests[-1]["input_ids"])
 
 
-async def test_where_redaction_fails_nothing_is_kept_and_the_call_is_answered(worlds: Any) -> None:
-    world = await worlds(redact_messages=f"{__name__}:redact_badly")
+def redact_and_exit(messages: list[Any]) -> list[Any]:
+    sys.exit("no list of names")
+
+
+@pytest.mark.parametrize("redact", ["redact_badly", "redact_and_exit"])
+async def test_where_redaction_fails_nothing_is_kept_and_the_call_is_answered(
+    worlds: Any, redact: str
+) -> None:
+    world = await worlds(redact_messages=f"{__name__}:{redact}")
     assert await converse(world) == [None, None, None]
 
 
