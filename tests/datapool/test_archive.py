@@ -767,6 +767,22 @@ def test_a_deletion_of_one_trajectory_names_it_once(run):
     assert b"secret" not in run.bytes_of_everything()
 
 
+def test_an_aborted_trajectory_keeps_the_prompt_that_it_shares_with_a_deleted_one(run):
+    """Nobody is served its steps, and the archive has them; so has it those behind them."""
+    run.pool("apply", OpenGroup("g", 3))
+    aborted = run.turn("a", "Hello.", "Hi.", "g")
+    run.pool("abort_trajectory", "a", "timeout")
+    run.turn("s", "Hello.", "Hi.", "g")
+    assert run.pool("delete_trajectory", "s").trajectories == ("s",)
+    run.pool("drop_group", "g", "test")
+    other = run.train("t", "Why?", "Because.")
+    assert run.archive() == 2
+    for step in (aborted, other):
+        (archived,) = run.reader.read(step.trajectory_uid).trajectory.steps
+        assert np.array_equal(step.prompt_ids, archived.prompt_ids)
+        assert np.array_equal(step.response_ids, archived.response_ids)
+
+
 def test_a_deletion_that_was_killed_is_done_by_the_next(run, monkeypatch):
     for i in range(5):
         run.train(f"t{i}", f"common text {i}")
