@@ -128,6 +128,7 @@ class Channel:
         self.queue = ReadyQueue()
         self.rules = Rules.of(name, config, retention_s, self._sequence)
         self._events = events
+        self._departures = departures
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
         self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
         """Groups that are ready for the channel's own n_rollouts, or held, the oldest first."""
@@ -149,8 +150,10 @@ class Channel:
 
     @property
     def n_bytes(self) -> int:
-        """Payloads and prompts in memory, and pictures, each once."""
-        return self.steps.memory_bytes + self.pictures.n_bytes[self.name]
+        """Payloads and prompts in memory, and pictures, each once, but for those of groups that
+        left and wait to be archived: no group that is dropped would take these along."""
+        waiting = self._departures.picture_bytes[self.name]
+        return self.steps.memory_bytes + max(0, self.pictures.n_bytes[self.name] - waiting)
 
     @property
     def has_consumer(self) -> bool:
