@@ -459,15 +459,16 @@ class Channel:
             self._decide(group)
             return "aborted"
         closing = self.records.closing(op.trajectory_uid)
-        if closing.by == "pool":
+        gives_up = record is not None and closing.will_retry and not op.will_retry
+        if closing.by == "pool" and not gives_up:
             return self._late(op.trajectory_uid, closing)
         if closing.aborted is None or (op.will_retry and not closing.will_retry):
             raise errors.TrajectoryClosedError(
                 f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
                 f"{closing.describe()}; it cannot be aborted with will_retry={op.will_retry}"
             )
-        if record is not None and closing.will_retry and not op.will_retry:
-            # The producer gave up on the retry that it had announced.
+        if record is not None and gives_up:
+            # The producer gave up on the retry that it had announced: also of what was deleted.
             group = self.records.groups[record.prompt_uid]
             self.log.write(group, op, self.now)
             record.closing = Closing(record.prompt_uid, closing.by, None, closing.aborted)
@@ -990,7 +991,7 @@ class Channel:
         closing = Closing(group.prompt_uid, "pool", aborted=DELETED)
         self.log.is_changed = True
         if record.closing is not None and not record.is_complete:
-            record.closing = closing
+            record.closing = replace(closing, will_retry=record.closing.will_retry)
         else:
             if record.is_complete:
                 at = group.complete.index(record)
