@@ -997,7 +997,7 @@ class Channel:
                 at = group.complete.index(record)
                 del group.complete[at]
                 self.counts.trajectories.complete -= 1
-                group.oldest_version = min((t.versions()[0] for t in group.complete), default=None)
+                group.note_oldest()
                 if not group.is_leased:
                     self._become(group, without(group, at))
             else:
@@ -1203,6 +1203,8 @@ class Channel:
             self.counts.trajectories.complete -= 1
             closing = Closing(group.prompt_uid, "pool", aborted=NOT_TRAINABLE)
             self._set_aside(group, record, closing)
+        if leased.excluded:
+            group.note_oldest()
 
     def ack(self, prompt_uid: str) -> None:
         group = self._leased.pop(prompt_uid)
