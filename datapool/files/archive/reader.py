@@ -20,6 +20,7 @@ import json
 import math
 import re
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -556,12 +557,16 @@ class ArchiveReader:
 
     # -- operators ---------------------------------------------------------------------------
 
-    def delete(self, kind: Kind, *values: str, with_group: bool = False) -> list[str]:
+    def delete(
+        self, kind: Kind, *values: str, with_group: bool = False, at: float | None = None
+    ) -> list[str]:
         """Delete trajectories, or all of users or with tags; the uids of what was here. When it
         returns, no file and no page of the catalogue has a byte of it.
 
         Args:
             with_group: also all others of their groups, which were asked the same.
+            at: time by the clock of the pool (`pool_time`), of users and tags: what it opens later
+                stays. None: that of this machine.
 
         Raises:
             DamagedFileError: a file cannot be read, so that it could still hold it.
@@ -570,8 +575,9 @@ class ArchiveReader:
         """
         if not self.folder.exists() or not values:
             return []
-        newest = self._newest()  # the pool's clock may be ahead of this machine's
-        meant = [tombstone(kind, value, newest) for value in values]
+        now = time.time() if at is None else at
+        at = max(now, self._newest())  # a clock of before may have been ahead
+        meant = [tombstone(kind, value, at) for value in values]
         self.folder.add_tombstones(meant)
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
