@@ -103,7 +103,7 @@ async def test_a_trajectory_of_a_shard_that_lives_is_ended_where_another_one_is_
     gone, make_step
 ):
     (prompt,) = uids(1 - gone, 1)
-    async with serving(PoolConfig(shards=N), shard=1 - gone) as (service, address):
+    async with serving(PoolConfig(shards=N), shard=1 - gone) as (_, address):
         shards = [GoneShard(None), FoundShard(address)]
         knows, other = (DataPoolClient(shards if gone == 0 else shards[::-1]) for _ in range(2))
         await knows.submit_step(make_step("t", prompt))
