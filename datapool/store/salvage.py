@@ -625,6 +625,12 @@ class _Groups:
         self.last: dict[str, int] = {}
         """The highest number by channel."""
         self._log = log
+        leases = (r for *_, r in log.heads.values() if isinstance(r, LeaseRecord | LeaseEnded))
+        numbers = (int(lease.lease_id.rpartition("-")[2]) for lease in leases)
+        self.last_lease = max(numbers, default=0)
+        """The highest number in the id of a lease."""
+        self.n_lost = sum(len(gap.lost) for gap in log.gaps)
+        """Rows that are lost."""
         uids = uids_of(log.heads)
         rows: dict[_Number, list[int]] = {}
         for row in sorted(log.live):
@@ -721,6 +727,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
             closed = GroupClosed(uid, f"dropped ({REASON})", {})
             log.append(closed, 0.0, None)
     _end_leases(pool, groups)
+    pool.leases.recount(groups.last_lease, groups.n_lost)
     for channel_name, uids in groups.doubtful.items():
         channel = pool.channels[channel_name]
         for uid in uids:
