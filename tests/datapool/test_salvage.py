@@ -340,6 +340,32 @@ def test_a_salvage_that_is_killed_between_two_renames_is_finished_by_whoever_com
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pool", "pool.damaged"]
 
 
+@pytest.mark.parametrize("target", ["salvaged", "pool.damaged"])
+def test_the_copy_of_a_salvage_that_was_killed_goes_with_the_next(
+    tmp_path: Path, target: str
+) -> None:
+    folder = tmp_path / "pool"
+    groups = fill(folder, closed=True)
+    flip(segment_path(folder, 1), segment_path(folder, 1).stat().st_size - 100)
+    (tmp_path / ".pool-of-mine").mkdir()
+    if not (child := os.fork()):
+        rename = Path.rename
+
+        def killed(self: Path, to: Path) -> Path:
+            if to.name == target:
+                os._exit(7)
+            return rename(self, to)
+
+        Path.rename = killed  # type: ignore[assignment,method-assign]
+        salvage(folder)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(list(tmp_path.iterdir())) == 3
+    assert salvage(folder)[0].damage
+    assert held(folder) <= groups.keys()
+    assert {path.name for path in tmp_path.iterdir()} == {"pool", "pool.damaged", ".pool-of-mine"}
+
+
 def test_a_sound_journal_is_left_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "pool"
     groups = fill(folder, closed=True)
