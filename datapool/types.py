@@ -57,6 +57,8 @@ MAX_INT = 2**63
 TRAIN = "train"
 VAL = "val"
 SFT = "sft"
+CHANNEL_BYTES = 1024
+"""Names of channels are shorter: each row of a journal has one."""
 CANARY = "-canary"
 """Ends the weight version of an engine that tries one out: `7-canary` is 7, not committed."""
 OWNER = "stepwell_owner"

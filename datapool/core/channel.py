@@ -128,6 +128,7 @@ class Channel:
         self.queue = ReadyQueue()
         self.rules = Rules.of(name, config, retention_s, self._sequence)
         self._events = events
+        self._departures = departures
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
         self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
         """Groups that are ready for the channel's own n_rollouts, or held, the oldest first."""
@@ -149,8 +150,10 @@ class Channel:
 
     @property
     def n_bytes(self) -> int:
-        """Payloads and prompts in memory, and pictures, each once."""
-        return self.steps.memory_bytes + self.pictures.n_bytes[self.name]
+        """Payloads and prompts in memory, and pictures, each once, but for those of groups that
+        left and wait to be archived: no group that is dropped would take these along."""
+        waiting = self._departures.picture_bytes[self.name]
+        return self.steps.memory_bytes + max(0, self.pictures.n_bytes[self.name] - waiting)
 
     @property
     def has_consumer(self) -> bool:
@@ -456,15 +459,16 @@ class Channel:
             self._decide(group)
             return "aborted"
         closing = self.records.closing(op.trajectory_uid)
-        if closing.by == "pool":
+        gives_up = record is not None and closing.will_retry and not op.will_retry
+        if closing.by == "pool" and not gives_up:
             return self._late(op.trajectory_uid, closing)
         if closing.aborted is None or (op.will_retry and not closing.will_retry):
             raise errors.TrajectoryClosedError(
                 f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
                 f"{closing.describe()}; it cannot be aborted with will_retry={op.will_retry}"
             )
-        if record is not None and closing.will_retry and not op.will_retry:
-            # The producer gave up on the retry that it had announced.
+        if record is not None and gives_up:
+            # The producer gave up on the retry that it had announced: also of what was deleted.
             group = self.records.groups[record.prompt_uid]
             self.log.write(group, op, self.now)
             record.closing = Closing(record.prompt_uid, closing.by, None, closing.aborted)
@@ -987,13 +991,13 @@ class Channel:
         closing = Closing(group.prompt_uid, "pool", aborted=DELETED)
         self.log.is_changed = True
         if record.closing is not None and not record.is_complete:
-            record.closing = closing
+            record.closing = replace(closing, will_retry=record.closing.will_retry)
         else:
             if record.is_complete:
                 at = group.complete.index(record)
                 del group.complete[at]
                 self.counts.trajectories.complete -= 1
-                group.oldest_version = min((t.versions()[0] for t in group.complete), default=None)
+                group.note_oldest()
                 if not group.is_leased:
                     self._become(group, without(group, at))
             else:
@@ -1199,6 +1203,8 @@ class Channel:
             self.counts.trajectories.complete -= 1
             closing = Closing(group.prompt_uid, "pool", aborted=NOT_TRAINABLE)
             self._set_aside(group, record, closing)
+        if leased.excluded:
+            group.note_oldest()
 
     def ack(self, prompt_uid: str) -> None:
         group = self._leased.pop(prompt_uid)

@@ -43,18 +43,22 @@ class Erasure(NamedTuple):
         """
         deleted: list[int] = []
         written: list[tuple[int, str, bytes, bytes]] = []
-        others = [t for t in group.trajectories if t.trajectory_uid not in uids]
-        needed = {step.prompt for t in others for step in t.steps if step.prompt}
-        prompts = {row for prompt, (_, row) in group.prompts.items() if prompt not in needed}
-        for row, (kind, packed) in zip(group.rows, log.heads(group.rows), strict=True):
-            now, number, record = read(kind, packed)
+        heads = log.heads(group.rows)
+        told = [
+            (row, kind, *read(kind, head))
+            for row, (kind, head) in zip(group.rows, heads, strict=True)
+        ]
+        # By rows: a sibling that was aborted has no steps any more, and the archive reads its rows.
+        stored = [record for *_, record in told if isinstance(record, StepsStored)]
+        needed = {row for each in stored for uid, row, _ in each.steps if uid not in uids}
+        for row, kind, now, number, record in told:
             payload = b""
             if isinstance(record, StepsStored):
                 if not any(uid in uids for uid, _, _ in record.steps):
                     continue
                 record, payload = _without(record, uids, log.read([row])[0])
             elif isinstance(record, PromptStored):
-                if row not in prompts:
+                if row in needed:
                     continue
             elif getattr(record, "trajectory_uid", None) not in uids:
                 continue

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -87,7 +87,8 @@ class Departures:
         self.limit_bytes = limit_bytes
         self._picture_limit_bytes = picture_limit_bytes
         self.n_bytes = 0
-        self._picture_bytes = 0
+        self.picture_bytes: Counter[str] = Counter()
+        """By channel: bytes of the pictures that stay for what waits."""
         self.n_unarchived = 0
         """Groups and late rows that left without being archived, since the pool was started."""
         self._waiting: OrderedDict[int, Departure] = OrderedDict()
@@ -107,7 +108,7 @@ class Departures:
         unarchived if not."""
         if (
             self.n_bytes + n_bytes <= self.limit_bytes
-            and self._picture_bytes + picture_bytes <= self._picture_limit_bytes
+            and self.picture_bytes.total() + picture_bytes <= self._picture_limit_bytes
         ):
             return True
         if self.has_archive:
@@ -117,7 +118,7 @@ class Departures:
     def add(self, departure: Departure) -> None:
         self._waiting[departure.row] = departure
         self.n_bytes += departure.n_bytes
-        self._picture_bytes += departure.picture_bytes
+        self.picture_bytes[departure.channel] += departure.picture_bytes
 
     def release(self, through: int, *, unarchived: str | None = None) -> list[int]:
         """Forget all departures up to a row; return the rows of the log that may be deleted.
@@ -155,7 +156,8 @@ class Departures:
 
     def _forget(self, gone: list[Departure]) -> list[int]:
         self.n_bytes -= sum(d.n_bytes for d in gone)
-        self._picture_bytes -= sum(d.picture_bytes for d in gone)
+        for departure in gone:
+            self.picture_bytes[departure.channel] -= departure.picture_bytes
         return [row for d in gone for row in d.rows]
 
     def _count(self, n: int, why: str) -> None:

@@ -156,6 +156,20 @@ class LeaseBook:
         self._ended[ended.lease_id] = ended.how
         self.log.keep_tombstone(row)
 
+    def recount(self, last: int, n_lost: int) -> None:
+        """Make the counts those of the leases that are here, after rows of some were lost.
+
+        Args:
+            last: the highest number in the id of a lease that is known.
+            n_lost: leases that may have been lost; ids go on behind them.
+        """
+        self.n_issued = max(self.n_issued, last) + n_lost
+        for name in {*self._counts, *(lease.channel for lease in self._active.values())}:
+            counts = self._count(name)
+            known = sum(counts.ended.values()) + len(self.active(name))
+            counts.ended["expired"] += max(0, counts.issued - known)
+            counts.issued = max(counts.issued, known)
+
     # -- inside ------------------------------------------------------------------------------
 
     def _put(self, lease: rows.LeaseRecord, now: float) -> None:

@@ -36,9 +36,10 @@ from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.log_rows import GroupReturned, LeaseRecord, Log
 from stepwell.datapool.core.orders import NextTick
 from stepwell.datapool.core.pictures import PictureReferences
+from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
-from stepwell.datapool.types import OWNER, TRAIN, VAL
+from stepwell.datapool.types import CHANNEL_BYTES, OWNER, TRAIN, VAL
 
 R = TypeVar("R")
 
@@ -391,6 +392,11 @@ class DataPool:
         return channel
 
     def _new_channel(self, name: str) -> Channel:
+        if len(name.encode(errors="surrogatepass")) >= CHANNEL_BYTES:
+            raise InvalidRequestError(
+                f"channel is {name!r:.80}, of {len(name)} characters; pass a name of fewer than "
+                f"{CHANNEL_BYTES} bytes"
+            )
         days = self.config.retention_days
         retention_s = None if days is None else days * DAY_S
         config = self.config.channel(name)

@@ -277,6 +277,10 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
         """Complete trajectories without which it is not served."""
         return self.terms.min_rollouts if self.terms else 1
 
+    def note_oldest(self) -> None:
+        """Take the oldest version anew: a complete trajectory was taken out."""
+        self.oldest_version = min((t.versions()[0] for t in self.complete), default=None)
+
     def is_ready_for(self, n_rollouts: int) -> bool:
         """Return whether a consumer of so many could have it, were it not held or leased."""
         return self.readiness.is_due or self.readiness.ready_for >= n_rollouts

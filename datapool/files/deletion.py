@@ -12,10 +12,13 @@ its group, which is trained as a whole; from a file, only the rows of the trajec
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
+from stepwell.datapool.clock import STATE as CLOCK
+from stepwell.datapool.clock import Clock
 from stepwell.datapool.core.pool import DataPool
-from stepwell.datapool.errors import ExportError
+from stepwell.datapool.errors import ExportError, NoJournalError
 from stepwell.datapool.files.columns import Row, loads
 from stepwell.datapool.files.export import (
     PICTURES_END,
@@ -27,6 +30,7 @@ from stepwell.datapool.files.export import (
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.picture_folder import PICTURES, PictureFolder
+from stepwell.datapool.store.reading import states_of
 from stepwell.datapool.store.replay import UNKNOWN, restore
 from stepwell.datapool.store.salvage import journals_in
 from stepwell.datapool.types import user_of
@@ -72,6 +76,17 @@ def _delete(pool: DataPool, asked: Delete) -> Deleted:
         if any(groups[uid].readiness.drop_when_returned is not None for uid in lease.prompt_uids):
             pool.apply(Nack(lease.lease_id, "deleted"), now)
     return Deleted(found.trajectories + found.leased)
+
+
+def pool_time(path: Path) -> float:
+    """Time by the clock of the pool in `path`, running or stopped, whose folders are as in
+    `delete_from_journals`: that of this machine where there is none. A pool does not follow a wall
+    clock that was set, nor does it count the time in which its machine was suspended."""
+    try:
+        found = [states_of(folder).get(CLOCK) for folder in journals_in(path)]
+    except NoJournalError:
+        found = []
+    return max((Clock.resume(state, 0.0).now() for state in found), default=time.time())
 
 
 def delete_from_export(path: Path, asked: Delete) -> list[str]:

@@ -31,7 +31,8 @@ class Tombstone(NamedTuple):
     kind: Kind | Literal["group"]
     value: str
     at: float
-    """Time of the deletion, seconds since 1970. Of a user or a tag, what was opened later stays."""
+    """Time of the deletion, seconds since 1970; of a user or a tag by the pool's clock: what was
+    opened later stays."""
 
 
 class Deletions:
@@ -62,9 +63,9 @@ class Deletions:
         return bool(times) and row["opened_at"].timestamp() <= max(times)
 
 
-def tombstone(kind: Kind | Literal["group"], value: str, not_before: float = 0.0) -> Tombstone:
-    """A deletion as of now, or of `not_before` if that is later."""
-    return Tombstone(kind, value, max(time.time(), not_before))
+def tombstone(kind: Kind | Literal["group"], value: str, at: float | None = None) -> Tombstone:
+    """A deletion as of `at`; None: of now."""
+    return Tombstone(kind, value, time.time() if at is None else at)
 
 
 def add_tombstones(path: Path, tombstones: Sequence[Tombstone]) -> None:

@@ -225,7 +225,9 @@ class Shards:
                 del self._homes[channel, trajectory_uid]
         answers = await self._gather(shard.call(op) for shard in self.shards)
         known = [a for a in answers if not isinstance(a, UnknownTrajectoryError)]
-        return _values(known or answers)[0]
+        # Its shard answered, perhaps: then it is of no interest that another one is gone.
+        answered = [a for a in known if not isinstance(a, BaseException)]
+        return _values(answered or known or answers)[0]
 
     # -- all, or the first that answers ------------------------------------------------------
 

@@ -36,9 +36,12 @@ from stepwell.datapool.store.segments import (
     Row,
     front_bytes,
     head_of,
+    journal_of,
     row_at,
     rows_at,
     segment_path,
+    segments_in,
+    sound_blocks,
 )
 
 logger = logging.getLogger(__name__)
@@ -186,6 +189,20 @@ def rows_at_places(folder: Path, places: Sequence[tuple[int, int, int, int]]) ->
             os.close(file)
     rows = list(rows_at(chunks.__getitem__, found))
     return [row for _, row in sorted(zip(order, rows, strict=True))]
+
+
+def states_of(folder: Path) -> dict[str, bytes]:
+    """The states of a journal that another process may be writing; none where there is no journal,
+    or one that cannot be read."""
+    for number in reversed(segments_in(folder)):
+        with contextlib.suppress(OSError, ValueError):
+            data = segment_path(folder, number).read_bytes()
+            states: dict[str, bytes] = {}
+            for placed in sound_blocks(data, journal_of(data) or b""):  # the first has them all
+                states |= placed.block.states
+            if states:
+                return states
+    return {}
 
 
 class StoppedJournal(LogReader):

@@ -88,6 +88,8 @@ from stepwell.datapool.store.segments import (
 
 REASON = "damaged"
 """Why groups that were not whole were dropped."""
+BEGUN = "new"
+"""Folder of the new journal in salvage's own, until it is whole."""
 SHARDS = "shard-*"
 LOCK_S = 5.0
 ROWS_AT_ONCE = 256
@@ -200,11 +202,13 @@ def _salvage(folder: Path) -> Salvaged:
     if damage is None:
         return Salvaged(folder)
     lock, _ = take_folder(folder, LOCK_S)
+    for left in _left_of(folder):  # nobody else salvages a folder that is locked
+        shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         report = Salvaged(folder, damage)
-        _rebuild(folder, scratch / "new", report)
-        made = (scratch / "new").rename(scratch / SALVAGED)
+        _rebuild(folder, scratch / BEGUN, report)
+        made = (scratch / BEGUN).rename(scratch / SALVAGED)
         aside, k = folder.with_name(f"{folder.name}.damaged"), 1
         while aside.exists():
             k += 1
@@ -221,6 +225,16 @@ def _salvage(folder: Path) -> Salvaged:
         if folder.exists():  # else the next one finishes it
             shutil.rmtree(scratch, ignore_errors=True)
         os.close(lock)
+
+
+def _left_of(folder: Path) -> list[Path]:
+    """Folders with copies of a journal that salvages of it left when they were killed."""
+    return [
+        acked.parents[1]
+        for name in (BEGUN, SALVAGED)
+        for acked in folder.parent.glob(f".*-*/{name}/{ACKED_NAME}")
+        if acked.parents[1].name[1:].rpartition("-")[0] == folder.name
+    ]
 
 
 def _damage(folder: Path) -> str | None:
@@ -642,6 +656,12 @@ class _Groups:
         self.last: dict[str, int] = {}
         """The highest number by channel."""
         self._log = log
+        leases = (r for *_, r in log.heads.values() if isinstance(r, LeaseRecord | LeaseEnded))
+        numbers = (int(lease.lease_id.rpartition("-")[2]) for lease in leases)
+        self.last_lease = max(numbers, default=0)
+        """The highest number in the id of a lease."""
+        self.n_lost = sum(len(gap.lost) for gap in log.gaps)
+        """Rows that are lost."""
         uids = uids_of(log.heads)
         rows: dict[_Number, list[int]] = {}
         for row in sorted(log.live):
@@ -738,6 +758,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
             closed = GroupClosed(uid, f"dropped ({REASON})", {})
             log.append(closed, 0.0, None)
     _end_leases(pool, groups)
+    pool.leases.recount(groups.last_lease, groups.n_lost)
     for channel_name, uids in groups.doubtful.items():
         channel = pool.channels[channel_name]
         for uid in uids:

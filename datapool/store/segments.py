@@ -32,12 +32,11 @@ import msgspec
 from xxhash import xxh3_64
 from xxhash import xxh3_64_intdigest as xxh3
 
+from stepwell.datapool.types import CHANNEL_BYTES
+
 _HEADER = struct.Struct("<Q16sIIQ")
 _SUM_BYTES = 8
 _RECORD = struct.Struct("<QQqHII")
-
-_CHANNEL_BYTES = 1024
-"""Names of channels are shorter."""
 
 Record: TypeAlias = tuple[bytes, ...]
 """A row as bytes, in pieces, which are put together when they are written."""
@@ -277,7 +276,7 @@ def records_in(
     what was written, without the help of a block."""
     names = re.compile(b"\\0(?:%s)" % b"|".join(re.escape(kind.encode()) for kind in kinds))
     for match in names.finditer(data, begin, end):
-        for n_channel in range(min(match.start() - begin, _CHANNEL_BYTES) + 1):
+        for n_channel in range(min(match.start() - begin, CHANNEL_BYTES) + 1):
             at = match.start() - n_channel - _RECORD.size
             if at < begin:
                 break

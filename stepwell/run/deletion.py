@@ -22,7 +22,11 @@ from urllib.parse import quote
 from stepwell.datapool.errors import JournalError, NoJournalError
 from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.files.copies import TrainerCopies
-from stepwell.datapool.files.deletion import delete_from_export, delete_from_journals
+from stepwell.datapool.files.deletion import (
+    delete_from_export,
+    delete_from_journals,
+    pool_time,
+)
 from stepwell.datapool.files.tombstones import Kind
 from stepwell.datapool.ops import Delete, Deleted
 from stepwell.datapool.store.salvage import journals_in
@@ -95,7 +99,8 @@ def delete_archived(run_dir: Path, asked: Delete, *, with_groups: bool) -> list[
     """Delete from a run's archive; the uids of what was there. Raises as `ArchiveReader.delete`."""
     kind, value = _kind_of(asked)
     reader = ArchiveReader(archive_folder(run_dir))
-    return reader.delete(kind, value, with_group=with_groups)
+    at = pool_time(journal_folder(run_dir))
+    return reader.delete(kind, value, with_group=with_groups, at=at)
 
 
 def delete_copied(

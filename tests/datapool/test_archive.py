@@ -397,6 +397,58 @@ def test_a_run_that_starts_over_lists_what_its_own_trajectory_was(tmp_path):
         assert reader.check() == []
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_trajectories_of_one_uid_in_two_channels_are_two(run, late):
+    told = {"train": 1.0, "val": 0.0}
+    for channel, reward in told.items():
+        run.pool.now += 100.0
+        for index, reply in enumerate(("first", "second")[: 1 + (channel == "train")]):
+            metadata = {"messages": [{"role": "assistant", "content": f"{reply} of {channel}"}]}
+            step = step_of("t", "p", index, metadata=metadata)
+            run.pool("submit_step", step, channel)
+        run.pool("complete_trajectory", "t", reward, channel=channel)
+        run.pool("ack", run.pool("lease_batch", 1, channel).lease_id)
+    if late:
+        metadata = {"messages": [{"role": "assistant", "content": "late of val"}]}
+        run.pool("submit_step", step_of("t", "p", 1, metadata=metadata), "val")
+    run.archive()
+
+    def said(exported):
+        steps = exported.trajectory.steps
+        return [step.metadata["messages"][-1]["content"] for step in steps]
+
+    found = run.reader.read("t")
+    assert (found.channel, found.trajectory.reward) == ("val", 0.0), "the one that left last"
+    assert said(found) == ["first of val", *["late of val"] * late]
+    every = {each.channel: each for each in run.reader.read_all()}
+    assert said(every["train"]) == ["first of train", "second of train"]
+    assert said(every["val"]) == said(found)
+    assert {name: each.trajectory.reward for name, each in every.items()} == told
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_tries_of_one_uid_are_not_mixed(tmp_path, late):
+    """An agent that names its trajectories gives the same names again in a run that starts over."""
+    for k in range(2):
+        run = Archived(tmp_path / f"{k}", archive=ArchiveConfig(dir=tmp_path / "archive"))
+        run.pool.now = 1000.0 * (1 + k)
+        run.pool("apply", OpenTrajectory("t", "p-t", 1 - k))
+        for _ in range(2 - k):
+            run.turn("t", "Hello?", f"in run {k}")
+        run.train("t", "Bye?", f"in run {k}", reward=float(k))
+        if late:
+            run.turn("t", "Late?", f"late in run {k}")
+        run.archive()
+        run.pool.journal.close()
+    reader = ArchiveReader(tmp_path / "archive")
+    for each in reader.read_all():
+        (k,) = {1 - each.trajectory.attempt}
+        replies = [s.metadata["messages"][-1]["content"] for s in each.trajectory.steps]
+        assert replies[: 3 - k] == [f"in run {k}"] * (3 - k)
+    assert [e.trajectory.attempt for e in reader.read_all()] == [0, 1]
+    assert reader.read("t").trajectory.attempt == 1
+
+
 ODD = {
     "__stepwell__": "bytes",
     "value": "no base64",
@@ -765,6 +817,22 @@ def test_a_deletion_of_one_trajectory_names_it_once(run):
     run.turn("s", f"Keep {SECRET}", "I do.", "g")
     assert run.pool("delete_trajectory", "s").trajectories == ("s",)
     assert b"secret" not in run.bytes_of_everything()
+
+
+def test_an_aborted_trajectory_keeps_the_prompt_that_it_shares_with_a_deleted_one(run):
+    """Nobody is served its steps, and the archive has them; so has it those behind them."""
+    run.pool("apply", OpenGroup("g", 3))
+    aborted = run.turn("a", "Hello.", "Hi.", "g")
+    run.pool("abort_trajectory", "a", "timeout")
+    run.turn("s", "Hello.", "Hi.", "g")
+    assert run.pool("delete_trajectory", "s").trajectories == ("s",)
+    run.pool("drop_group", "g", "test")
+    other = run.train("t", "Why?", "Because.")
+    assert run.archive() == 2
+    for step in (aborted, other):
+        (archived,) = run.reader.read(step.trajectory_uid).trajectory.steps
+        assert np.array_equal(step.prompt_ids, archived.prompt_ids)
+        assert np.array_equal(step.response_ids, archived.response_ids)
 
 
 def test_a_deletion_that_was_killed_is_done_by_the_next(run, monkeypatch):

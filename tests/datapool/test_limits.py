@@ -191,6 +191,22 @@ def test_a_consumer_of_fewer_rollouts_gets_nothing_stale_either(
     assert reasons(pool) == {"stale": 1}
 
 
+def test_a_group_that_comes_back_is_as_old_as_what_was_served_of_it(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(n_rollouts=2, max_staleness=1)
+    for uid, version in {"old": 1, "new": 2}.items():
+        pool.submit_step(make_step(uid, "p", policy_version=version, is_last=True))
+    pool.pool.mark(trajectory_uid="old", **now_of(pool), trainable=False)
+    pool.pool.advance_version(2, **now_of(pool))
+    held = pool.lease_batch()
+    assert [t.trajectory_uid for t in held.groups[0].trajectories] == ["new"]
+    pool.pool.advance_version(3, **now_of(pool))
+    pool.nack(held.lease_id)
+    assert pool.stats()["oldest_policy_version_ready"] == 2
+    assert lease(pool) == ["p"]
+
+
 # -- orders --------------------------------------------------------------------------------------
 
 

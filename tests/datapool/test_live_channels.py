@@ -7,8 +7,32 @@ import pytest
 
 from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.errors import PoolFullError, UnknownTrajectoryError
+from stepwell.datapool.errors import (
+    InvalidRequestError,
+    PoolFullError,
+    UnknownTrajectoryError,
+)
 from tests.datapool.conftest import DAY, JournaledPool
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def test_a_channel_whose_name_fits_in_no_row_is_refused_and_changes_nothing(tmp_path):
+    pool = JournaledPool(tmp_path)
+    for name in ("c" * 70_000, "é" * 512):
+        for method, *uids in (("open_group", "p", 1), ("open_trajectory", "t", "p")):
+            with pytest.raises(InvalidRequestError, match="fewer than 1024 bytes"):
+                pool(method, *uids, channel=name)
+    longest = "é" * 511
+    assert pool("open_group", "p", 1, channel=longest) == "accepted"
+    pool = pool.restart()
+    stats = pool("get_statistics")
+    assert {name: each["groups"]["submitted"] for name, each in stats.items()} == {
+        "train": 0,
+        "val": 0,
+        longest: 1,
+    }
+
 
 # -- late rewards ----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stepwell.datapool import ChannelConfig
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.files.archive.archiver import MERGED
@@ -112,6 +113,20 @@ def test_pictures_that_wait_for_the_archiver_have_the_bound_of_the_archive(tmp_p
     assert [run.reader.read(uid) is not None for uid in "tuv"] == [True, False, True]
     run.trained("w", B)
     assert run.pool.pool.backlog["unarchived"] == 1
+    run.pool.journal.close()
+
+
+def test_pictures_that_wait_for_the_archiver_cost_no_other_group_its_place(tmp_path: Path) -> None:
+    limit = 2 * len(png(A)) + 2000
+    run = Run(tmp_path, channels={"train": ChannelConfig(max_bytes=limit)})
+    for uid, digest in (("t", A), ("u", B), ("v", C)):
+        run.talk(uid, digest)
+        run.pool("complete_trajectory", uid, 1.0)
+    groups = run.pool.groups()
+    assert (groups["ready"], groups["drop_reasons"]) == (2, {"max_bytes": 1})
+    assert len(stored(run.pool.folder)) == 3, "one waits"
+    run.archive()
+    assert run.pool("lease_batch", 1, "train", 2) is not None
     run.pool.journal.close()
 
 

@@ -400,6 +400,28 @@ def test_a_group_goes_on_as_if_the_trajectory_had_been_aborted(
     assert not pool.holds(f"text {gone}")
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_retry_of_a_deleted_trajectory_can_be_given_up(tmp_path, restarts):
+    """Its rollout is to come until then, and nobody else tells the pool that it will not."""
+    pool = JournaledPool(tmp_path)
+    pool("open_group", "p", 2)
+    pool.say("a", "p", "text of a")
+    pool("complete_trajectory", "a", 1.0)
+    pool.say("b", "p", "text of b")
+    pool("abort_trajectory", "b", "crash", True)
+    assert pool("delete_trajectory", "b").trajectories == ("b",)
+    pool = pool.restart() if restarts else pool
+    assert pool("abort_trajectory", "b", "still retried", True) == "late"
+    assert pool.groups()["open"] == 1
+    assert pool("abort_trajectory", "b", "given up") == "aborted"
+    for _ in range(2):
+        assert pool.groups()["ready"] == 1
+        assert pool("abort_trajectory", "b", "given up") == "late"
+        (row,) = pool("list_trajectories", trajectory_uid="b").items
+        assert (row.state, row.reason) == ("aborted", "deleted")
+        pool = pool.restart()
+
+
 def test_a_group_that_waited_for_the_deleted_ones_reward_is_served(tmp_path):
     scored = ChannelConfig(selection=SelectionConfig(filters=("scored",)))
     pool = JournaledPool(tmp_path, default=scored)

@@ -18,6 +18,7 @@ from stepwell.datapool.errors import (
     JournalCorruptError,
     JournalError,
     JournalLockedError,
+    UnknownLeaseError,
 )
 from stepwell.datapool.files.deletion import delete_from_journals
 from stepwell.datapool.ops import Delete
@@ -161,6 +162,37 @@ def test_a_flipped_bit_in_the_log_costs_what_is_said_and_no_more(
     assert 0 < n_whole < 40
 
 
+def test_a_lease_whose_transaction_is_damaged_is_counted_and_its_id_is_not_given_again(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "pool"
+    fill(folder, closed=True)
+    pool = Pool(folder)
+    before = newest_segment(folder).stat().st_size
+    first = pool.pool.lease_batch(now=time.time(), lease_s=1e6)
+    assert first is not None
+    pool.flush()
+    pool.pool.open_group("later", 1, now=time.time())
+    pool.flush()
+    pool.journal.close()
+    flip(newest_segment(folder), before + 60)  # in the block, before its rows
+    assert refused(folder)
+    [report] = salvage(folder)
+    assert not report.dropped
+    pool = Pool(folder)
+    leases = pool.pool.get_statistics("train", now=time.time())["leases"]
+    assert (leases["active"], leases["acked"]) == (1, 1)
+    second = pool.pool.lease_batch(now=time.time(), lease_s=1e6)
+    assert second is not None
+    assert second.lease_id != first.lease_id
+    for lease in (first, second):
+        pool.pool.ack(lease.lease_id, now=time.time())
+    leases = pool.pool.get_statistics("train", now=time.time())["leases"]
+    assert (leases["active"], leases["acked"]) == (0, 3)
+    assert pool.statistics()["leased"] == 0
+    pool.journal.close()
+
+
 def test_a_cut_log_is_the_pool_at_an_earlier_moment_and_says_which_rows_are_gone(
     tmp_path: Path,
 ) -> None:
@@ -176,6 +208,27 @@ def test_a_cut_log_is_the_pool_at_an_earlier_moment_and_says_which_rows_are_gone
     [report] = salvage(folder)
     assert "lost: Acknowledged transactions " in report.text()
     assert held(folder) == {f"p{k}" for k in range(2, N_GROUPS)}
+
+
+def test_the_id_of_a_lease_that_was_lost_names_no_other_one(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    fill(folder, closed=True)
+    before = newest_segment(folder).stat().st_size
+    pool = Pool(folder)
+    lost = pool.pool.lease_batch(now=time.time())
+    assert lost is not None
+    pool.flush()
+    leave_open(pool, folder)
+    os.truncate(newest_segment(folder), before)
+    assert refused(folder)
+    salvage(folder)
+    settle_doubtful(folder, [], release=True)
+    pool = Pool(folder)
+    other = pool.pool.lease_batch(now=time.time())
+    assert other is not None
+    with pytest.raises(UnknownLeaseError):  # whoever has it goes on without
+        pool.pool.ack(lost.lease_id, now=time.time())
+    pool.journal.close()
 
 
 def test_a_segment_that_is_gone_costs_the_groups_that_are_older_and_acked_ones_stay_acked(
@@ -285,6 +338,32 @@ def test_a_salvage_that_is_killed_between_two_renames_is_finished_by_whoever_com
     assert len(held(folder)) >= len(groups) - 1
     assert "was killed before its journal was in place" in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pool", "pool.damaged"]
+
+
+@pytest.mark.parametrize("target", ["salvaged", "pool.damaged"])
+def test_the_copy_of_a_salvage_that_was_killed_goes_with_the_next(
+    tmp_path: Path, target: str
+) -> None:
+    folder = tmp_path / "pool"
+    groups = fill(folder, closed=True)
+    flip(segment_path(folder, 1), segment_path(folder, 1).stat().st_size - 100)
+    (tmp_path / ".pool-of-mine").mkdir()
+    if not (child := os.fork()):
+        rename = Path.rename
+
+        def killed(self: Path, to: Path) -> Path:
+            if to.name == target:
+                os._exit(7)
+            return rename(self, to)
+
+        Path.rename = killed  # type: ignore[assignment,method-assign]
+        salvage(folder)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(list(tmp_path.iterdir())) == 3
+    assert salvage(folder)[0].damage
+    assert held(folder) <= groups.keys()
+    assert {path.name for path in tmp_path.iterdir()} == {"pool", "pool.damaged", ".pool-of-mine"}
 
 
 def test_a_sound_journal_is_left_as_it_is(tmp_path: Path) -> None:

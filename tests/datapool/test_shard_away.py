@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from stepwell.datapool import DataPoolClient, PoolConfig
-from stepwell.datapool.errors import ChannelShutDownError
+from stepwell.datapool.errors import ChannelShutDownError, PoolUnavailableError
 from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Renew, Shutdown
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.shards import shard_of
@@ -89,6 +89,29 @@ async def test_what_is_asked_of_all_waits_for_the_shard_that_is_away(pool, make_
     assert [shard["shard"] for shard in described["shards"]] == [0, 1]
     assert len(events.events) >= 2
     assert len(lease.groups) == 1
+
+
+class GoneShard(FoundShard):
+    """The way to a shard that nobody starts again."""
+
+    async def find(self):
+        raise PoolUnavailableError("it is gone")
+
+
+@pytest.mark.parametrize("gone", range(N))
+async def test_a_trajectory_of_a_shard_that_lives_is_ended_where_another_one_is_gone(
+    gone, make_step
+):
+    (prompt,) = uids(1 - gone, 1)
+    async with serving(PoolConfig(shards=N), shard=1 - gone) as (_, address):
+        shards = [GoneShard(None), FoundShard(address)]
+        knows, other = (DataPoolClient(shards if gone == 0 else shards[::-1]) for _ in range(2))
+        await knows.submit_step(make_step("t", prompt))
+        assert await other.complete_trajectory("t", 1.0) == "complete"
+        with pytest.raises(PoolUnavailableError, match="it is gone"):
+            await other.complete_trajectory("perhaps there", 1.0)
+        await knows.close()
+        await other.close()
 
 
 async def test_steps_of_a_shard_that_is_killed_while_they_are_sent_are_stored_once(pool, make_step):

@@ -360,11 +360,13 @@ class Model:
             self.abort(r, "abort", retry)
             self.settle(r.prompt)
             return "aborted"
-        if r.by == "pool":
+        is_live = self.prompts[r.prompt].state in ("open", "leased")
+        gives_up = r.retry and not retry and is_live
+        if r.by == "pool" and not gives_up:
             return "late"
         if r.state == "complete" or (retry and not r.retry):
             return "TrajectoryClosedError"
-        if r.retry and not retry and self.prompts[r.prompt].state in ("open", "leased"):
+        if gives_up:
             r.retry = False
             self.settle(r.prompt)
         return "aborted"
@@ -456,15 +458,16 @@ class Model:
                 else:
                     del g.waits[at - n_counted]
             del g.complete[at]
-            versions = [
-                s.policy_version for u in g.complete for s in self.rollouts[u].steps.values()
-            ]
-            g.oldest = min(versions, default=None)
+            self.note_oldest(g)
         if r.state == "aborted":
             r.by = "pool"
         else:
             self.abort(r, "pool")
         r.deleted, r.trainable, r.tags, r.outcome, r.step_rewards = True, None, (), None, {}
+
+    def note_oldest(self, g: Prompt) -> None:
+        steps = (s for u in g.complete for s in self.rollouts[u].steps.values())
+        g.oldest = min((s.policy_version for s in steps), default=None)
 
     def remove(self, uid: str) -> None:
         r = self.rollouts[uid]
@@ -593,6 +596,7 @@ class Model:
                     if r.state == "open" or (r.state == "complete" and r.trainable is False):
                         self.abort(r, "pool")
                 g.complete = [u for u in g.complete if self.rollouts[u].state == "complete"]
+                self.note_oldest(g)
             g.state, g.frozen = "leased", True
         return chosen
 

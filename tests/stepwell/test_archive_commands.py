@@ -4,6 +4,7 @@ each; and what operators do."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import orjson
@@ -11,6 +12,8 @@ import pytest
 
 from stepwell.cli.main import main
 from stepwell.config.load import load_config
+from stepwell.datapool.clock import STATE as CLOCK
+from stepwell.datapool.clock import Clock, boot_id
 from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TrainedTrajectory, write_trained
@@ -20,7 +23,7 @@ from stepwell.run.folder import RunFile, begin, read_run
 from stepwell.show import trajectory
 from tests.builders import step_of
 from tests.datapool.conftest import JournaledPool
-from tests.datapool.test_archive import Archived
+from tests.datapool.test_archive import Archived, private
 
 Capture = pytest.CaptureFixture[str]
 
@@ -231,6 +234,29 @@ def test_what_a_run_without_an_archive_left_is_imported_once(
     assert reader.check() == []
     told(capsys, "data", "query", "", folder, "--to", tmp_path / "all.parquet")
     assert [t.trajectory.trajectory_uid for t in read(tmp_path / "all.parquet")] == ["kept"]
+
+
+def test_a_user_goes_on_after_a_deletion_where_the_pools_clock_is_behind(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """A pool does not count the time in which its machine was suspended."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", "run.name=mine"]))
+    for uid, at in (("before", time.time() - 3600.0), ("after", time.time() - 1800.0)):
+        run = Archived(folder)
+        run.pool.now = at
+        clock = Clock(boot_id(), at + 60.0 - time.monotonic())
+        run.pool.journal.put_state(CLOCK, clock.dump())
+        private(run, uid)
+        run.pool("ack", run.pool("lease_batch", 1).lease_id)
+        run.archive()
+        run.pool.journal.close()
+        if uid == "before":
+            told(capsys, "archive", "delete", folder, "--user", "eve")
+            assert "'before' was deleted at" in told(capsys, "show", "before", folder, code=2)
+    assert "after  complete  reward 1.000" in told(capsys, "show", "after", folder)
+    assert "deleted 1 trajectories" in told(capsys, "archive", "delete", folder, "--user", "eve")
 
 
 def test_what_is_imported_is_deleted_by_its_user(tmp_path: Path, capsys: Capture) -> None:

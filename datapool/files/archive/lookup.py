@@ -76,8 +76,10 @@ def _departed(uid: str, archive: Path | None, waits: list[DepartedRows]) -> Loca
     if archive is not None:
         reader = ArchiveReader(archive)
         if (exported := reader.read(uid)) is not None:
-            row = reader.find(uid)[0] | {"feedback": reader.feedback(uid)}
-            return Located(exported, None, row)
+            of = exported.channel, exported.trajectory.attempt
+            rows = [row for row in reader.find(uid) if (row["channel"], row["attempt"]) == of]
+            if rows:  # else it was deleted in this moment
+                return Located(exported, None, rows[0] | {"feedback": reader.feedback(uid)})
     for exported, row in waiting(waits):
         if row["uid"] == uid:
             return Located(exported, None, row | {"feedback": []})

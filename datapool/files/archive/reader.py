@@ -17,8 +17,10 @@ from __future__ import annotations
 import ast
 import heapq
 import json
+import math
 import re
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -476,20 +478,30 @@ class ArchiveReader:
         begun = [t for t in found if uid and t.value.startswith(uid)]
         return next((t for t in reversed(found) if t.value == uid), begun[-1] if begun else None)
 
-    def read(self, uid: str) -> ExportedTrajectory | None:
-        """The trajectory with this uid, its last attempt; None if it is not here.
+    def read(
+        self, uid: str, channel: str | None = None, attempt: int | None = None
+    ) -> ExportedTrajectory | None:
+        """The trajectory with this uid; None if it is not here. Of several, in other channels or
+        runs, the last attempt, and of these the one that left last.
+
+        Args:
+            channel, attempt: of one among several.
 
         Raises:
             DamagedFileError: its file is not what was written.
         """
         from stepwell.datapool.files.archive import parquet
 
-        rows = self._ask("SELECT * FROM trajectories WHERE uid = ? ORDER BY attempt, part", (uid,))
+        rows = [
+            row
+            for row in self._ask("SELECT * FROM trajectories WHERE uid = ? ORDER BY part", (uid,))
+            if channel in (None, row["channel"])
+        ]
+        whole = [row for row in rows if not row["part"] and attempt in (None, row["attempt"])]
         if not rows:
             return None
-        last = rows[-1]["attempt"] if all(row["part"] == 0 for row in rows) else None
-        chosen = [row for row in rows if last in (None, row["attempt"])]
-        chosen.sort(key=lambda row: row["part"])
+        head = max(whole or rows, key=lambda row: (row["attempt"], row["time"] or 0.0))
+        chosen = _with_parts(head, [row for row in rows if row["channel"] == head["channel"]])
         found = [self._row(uid, row) for row in chosen]
         paths = {
             digest: self.folder.pictures(row["file"]) / key
@@ -536,23 +548,25 @@ class ArchiveReader:
                 where, search, order=order, descending=descending, cursor=cursor, limit=limit
             )
             for row in page.items:
-                if (
-                    row["part"] == 0
-                    and row["tokens"]
-                    and (found := self.read(row["uid"])) is not None
-                ):
+                if row["part"] or not row["tokens"]:
+                    continue
+                if found := self.read(row["uid"], row["channel"], row["attempt"]):
                     yield found
             if (cursor := page.cursor) is None:
                 return
 
     # -- operators ---------------------------------------------------------------------------
 
-    def delete(self, kind: Kind, *values: str, with_group: bool = False) -> list[str]:
+    def delete(
+        self, kind: Kind, *values: str, with_group: bool = False, at: float | None = None
+    ) -> list[str]:
         """Delete trajectories, or all of users or with tags; the uids of what was here. When it
         returns, no file and no page of the catalogue has a byte of it.
 
         Args:
             with_group: also all others of their groups, which were asked the same.
+            at: time by the clock of the pool (`pool_time`), of users and tags: what it opens later
+                stays. None: that of this machine.
 
         Raises:
             DamagedFileError: a file cannot be read, so that it could still hold it.
@@ -561,8 +575,9 @@ class ArchiveReader:
         """
         if not self.folder.exists() or not values:
             return []
-        newest = self._newest()  # the pool's clock may be ahead of this machine's
-        meant = [tombstone(kind, value, newest) for value in values]
+        now = time.time() if at is None else at
+        at = max(now, self._newest())  # a clock of before may have been ahead
+        meant = [tombstone(kind, value, at) for value in values]
         self.folder.add_tombstones(meant)
         gone: dict[str, None] = {}
         for shard in self.folder.shards():
@@ -640,6 +655,28 @@ def _is_deleted(row: Mapping[str, Any], deletions: Deletions) -> bool:
     names = {"user": row.get("user"), "tags": json.loads(row.get("tags") or "[]")}
     at = datetime.fromtimestamp(row.get("time") or 0.0)
     return deletions.meets({"trajectory_uid": row["uid"], "opened_at": at} | names)
+
+
+def _with_parts(head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A trajectory's row, and those of what came late for it.
+
+    Args:
+        rows: all that are of its uid and channel, parts in order.
+    """
+    parts = [row for row in rows if row["part"]]
+    if head["part"]:
+        return parts
+    # Those of another run's trajectory of this name came before this one was opened, or after the
+    # next one was.
+    begun = sorted(_begun(row) for row in rows if not row["part"])
+    at = begun.index(_begun(head))
+    first, end = (begun[at] if at else -math.inf), (*begun[at + 1 :], math.inf)[0]
+    return [head, *(part for part in parts if first <= (part["time"] or 0.0) < end)]
+
+
+def _begun(row: Mapping[str, Any]) -> float:
+    """About when a trajectory was opened: later by as long as it waited to leave."""
+    return float(row["time"] or 0.0) - float(row["seconds"] or 0.0)
 
 
 def _query(catalogue: Catalogue, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
@@ -842,12 +879,12 @@ def waiting(found: Sequence[DepartedRows]) -> list[tuple[ExportedTrajectory, dic
     row, as lists have it."""
     from stepwell.datapool.files.archive import parquet
 
-    parts: dict[str, list[Conversation]] = {}
+    parts: dict[tuple[str, str], list[Conversation]] = {}
     for each in found:
         rows = [Row(row, each.channel, kind, head, data) for row, kind, head, data in each.rows]
         for one in conversations(each.channel, rows):
             if isinstance(one, Conversation):
-                parts.setdefault(one.trajectory_uid, []).append(one)
+                parts.setdefault((one.channel, one.trajectory_uid), []).append(one)
     whole: list[tuple[ExportedTrajectory, dict[str, Any]]] = []
     for of_one in parts.values():
         table = parquet.trajectory_table(of_one)
