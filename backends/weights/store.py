@@ -3,7 +3,7 @@
     weights/
       v6/  v7/            a Hugging Face directory each (with LoRA, an adapter's); whole or absent,
                           and sealed with checksums (`datapool/sealed.py`)
-      current.json        {"version": 7, "path": ".../v7", "adapter": false} and its digest; its
+      current.json        {"version": 7, "path": "v7", "adapter": false} and its digest; its
                           rename commits
       v8/origin.json      {"weights_of": 6}: a roll-back; version 8 has the weights of 6
       refused.json        why the trainer cannot go on from a roll-back; absent: it can
@@ -266,7 +266,10 @@ class WeightStore:
         adapter: bool = False,
     ) -> None:
         """Make `version` what a (re)started engine serves, and prune old versions."""
-        entry = {"version": version, "path": str(path or self.path(version)), "adapter": adapter}
+        place = Path(path or self.path(version)).absolute()
+        if _is_own(self.folder, place):
+            place = Path(place.name)  # the folder may be moved, or copied
+        entry = {"version": version, "path": str(place), "adapter": adapter}
         write_sealed(self.folder / CURRENT, entry)
         if not self._prunes:
             return
@@ -368,7 +371,8 @@ def read_current(folder: str | os.PathLike[str]) -> Published | None:
     )
     try:
         entry = read_sealed(file, remedy)
-        found = Published(int(entry["version"]), str(entry["path"]), bool(entry["adapter"]))
+        path = str(Path(folder).absolute() / str(entry["path"]))
+        found = Published(int(entry["version"]), path, bool(entry["adapter"]))
     except FileNotFoundError:
         return None
     except (KeyError, TypeError) as e:

@@ -65,7 +65,8 @@ T = TypeVar("T")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
-    args, rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args, rest = parser.parse_known_args([_at_home(word) for word in words])
     # argparse takes no KEY=VALUE after an option that follows others, and none with dashes.
     asked = getattr(args, "framework", None) is not None  # its names may be flags
     if (
@@ -105,6 +106,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for text in (line, *getattr(e, "__notes__", ())):
             _tell(text)
         return code
+
+
+PATHS = ("--to", "--config", "--attach", "--run", "--exports")
+"""Options that take a path."""
+
+
+def _at_home(word: str) -> str:
+    """A word of the command line; no shell replaces the `~` of --to=~/model."""
+    name, sign, value = word.partition("=")
+    return f"{name}={os.path.expanduser(value)}" if sign and name in PATHS else word
 
 
 def _tell(text: str) -> None:

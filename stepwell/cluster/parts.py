@@ -255,7 +255,7 @@ def _own_key(path: Path) -> SecretStr:
     new = secrets.token_urlsafe(KEY_BYTES)
     try:
         kept = path.read_text()
-    except OSError:
+    except (OSError, UnicodeError):
         return SecretStr(new)
     return SecretStr(kept if len(kept) == len(new) else new)
 

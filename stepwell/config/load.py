@@ -44,6 +44,7 @@ from stepwell.config.keys import (
 )
 from stepwell.config.run import RunConfig
 from stepwell.config.secrets import HIDDEN
+from stepwell.datapool.config import at_home
 from stepwell.layout import EVAL, RUN_FILE
 from stepwell.trainer.config import episodes_of
 from stepwell.trainer.errors import ConfigError
@@ -93,7 +94,7 @@ def find_config(name: str, beside: Path = Path()) -> Path:
     Raises:
         ConfigError: there is none; with the nearest preset and all of them.
     """
-    if (path := beside / name).is_file():
+    if (path := beside / at_home(Path(name))).is_file():
         return path
     for folder in PRESET_DIRS:
         if (preset := folder / f"{name}.yaml").is_file():

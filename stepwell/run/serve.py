@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -99,7 +100,7 @@ def where_to_call(config: RunConfig, cluster: Cluster) -> str:
         f"ray at     {cluster.ray.address}, namespace {cluster.ray.namespace}, pool {POOL_NAME}",
         f"run folder {folder}  (run.json says where everything is; logs are in {folder / LOGS})",
         f"call it    OPENAI_BASE_URL={cluster.gateway_url}/v1 any-agent",
-        f"train      stepwell train --attach {folder}",
+        f"train      stepwell train --attach {shlex.quote(str(folder))}",
         *_without_trainer(config),
         "(Ctrl-C stops it)",
     ]

@@ -11,6 +11,7 @@ nothing. Does not own finding the run (`show/run.py`).
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -212,7 +213,7 @@ def _trainer(status: Mapping[str, Any]) -> Text:
         if train and not train["has_consumer"]:
             text.append(
                 f"{train['ready']:,} groups wait for a first trainer "
-                f"(stepwell train --attach {status['folder']})  ",
+                f"(stepwell train --attach {shlex.quote(status['folder'])})  ",
                 "yellow",
             )
     if last is None:

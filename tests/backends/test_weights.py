@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -207,6 +208,23 @@ def test_a_draft_of_another_machine_is_its_writers_for_a_day(
 
     with pytest.raises(ValueError, match="save wrote nothing"):
         store.write(2, is_killed)
+
+
+def test_what_is_committed_is_found_in_a_run_that_was_moved_or_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = WeightStore(tmp_path / "first")
+    store.write(1, save("1"))
+    store.commit(1)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    for name in ("copy", "moved"):
+        assert read_current(tmp_path / name) == Published(1, str(tmp_path / name / "v1"))
+        assert read_current(Path(name)) == Published(1, str(tmp_path / name / "v1"))
+    elsewhere = WeightStore(tmp_path / "moved")
+    elsewhere.commit(0, "a-model")
+    assert read_current(tmp_path / "moved") == Published(0, str(tmp_path / "a-model"))
 
 
 def test_a_damaged_pointer_is_a_clear_error(tmp_path: Path) -> None:

@@ -219,6 +219,19 @@ def test_a_name_that_can_be_none_is_one_line(
     assert "can be no file" in line or "where nothing answers" in line
 
 
+def test_the_tilde_of_an_option_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("extends: quickstart\nrun: { name: from-home }\n")
+    (tmp_path / "other.yaml").write_text("extends: ~/mine.yaml\n")
+    assert main(["config", "--config=~/other.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["name"] == "from-home"
+    assert main(["train", "--attach=~/gone"]) == 2
+    assert f"{tmp_path}/gone does not exist" in capsys.readouterr().err
+
+
 def test_a_run_whose_folder_is_named_after_a_key_is_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

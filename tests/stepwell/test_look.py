@@ -355,6 +355,19 @@ def test_what_is_no_gateway_is_told(answer: bytes) -> None:
             GatewayPart(urls=(url,)).ask(url, "/statistics")
 
 
+def test_a_gateway_is_asked_past_a_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+        threading.Thread(target=lambda: _say_once(server, answer), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert GatewayPart(urls=(url,)).ask(url, "/statistics") == {}
+
+
 def _say_once(server: socket.socket, answer: bytes) -> None:
     peer, _ = server.accept()
     with peer:

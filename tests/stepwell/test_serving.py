@@ -36,6 +36,13 @@ def test_a_served_run_says_at_once_that_nobody_leases_and_what_bounds_it_then(
     assert ("payloads beyond 1 GB (pool.memory_limit_bytes) are on disk only" in told) is is_limited
 
 
+def test_the_command_that_trains_can_be_pasted_whatever_the_folder_is_called(
+    tmp_path: Path,
+) -> None:
+    config = load_config("live", [f"run.dir={tmp_path}/my run"])
+    assert f"stepwell train --attach '{tmp_path}/my run'" in where_to_call(config, CLUSTER)
+
+
 def test_a_pool_without_a_journal_holds_agents_back_from_the_start(tmp_path: Path) -> None:
     config = load_config("quickstart", [f"run.dir={tmp_path}", "pool.durability=none"])
     assert config.pool_of_served == config.pool_of_run
