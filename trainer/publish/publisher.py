@@ -388,7 +388,7 @@ class Publisher:
 
     async def _publish_next(self) -> None:
         progress = self._progress
-        # Of a roll-back that no engine took, too: one may have loaded its weights under this number.
+        # Of a roll-back that no engine took, too: one may have loaded it under this number.
         announced = (await self._pool.get_statistics(TRAIN))["policy_version"]
         path, updates = await self._compute(self._write, announced)
         version = self._store.number(path)
