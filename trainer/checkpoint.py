@@ -31,6 +31,7 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -323,7 +324,8 @@ class CheckpointStore:
             if step not in kept:
                 # Renamed first: a folder half removed must not pass for a checkpoint.
                 doomed = self._path(step).with_suffix(".tmp")
-                self._path(step).rename(doomed)
+                with suppress(FileNotFoundError):  # a score prunes beside a save of ranks
+                    self._path(step).rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def _write_scores(self, scores: Mapping[int, float]) -> None:
