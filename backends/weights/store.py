@@ -268,12 +268,19 @@ class WeightStore:
         *,
         adapter: bool = False,
     ) -> None:
-        """Make `version` what a (re)started engine serves, and prune old versions."""
+        """Make `version` what a (re)started engine serves, and prune old versions. A roll-back
+        between it and the one before, which no engine took or whose process was killed, goes: it
+        would say that versions were taken back."""
+        before = self.current()
+        low = version if before is None else before.version
         entry = {"version": version, "path": str(path or self.path(version)), "adapter": adapter}
         write_sealed(self.folder / CURRENT, entry)
-        if not self._prunes:
-            return
         try:
+            for other in self.versions():
+                if low < other < version and (self.path(other) / ORIGIN).exists():
+                    self.discard(self.path(other))
+            if not self._prunes:
+                return
             written = {old: self.path(old).stat().st_mtime for old in self.versions()}
             for old in written.keys() - kept_versions(written, self.keep, time.time()) - {version}:
                 self.discard(self.path(old))

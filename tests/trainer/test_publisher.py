@@ -242,7 +242,6 @@ async def test_a_roll_back_that_no_engine_took_takes_nothing_back(tmp_path: Path
         run.engine.fails[f"load {newest + 1}"] = EngineRequestError("no memory")
         with pytest.raises(WeightUpdateError, match="no memory"):
             await command(run, None)
-        assert newest + 1 not in WeightStore(tmp_path / "weights").versions()
         await run.train(5)
         assert served(run.engine) == 5
         assert run.engine.version == newest + 2, "no number has two meanings"

@@ -388,9 +388,7 @@ class Publisher:
 
     async def _publish_next(self) -> None:
         progress = self._progress
-        # Of a roll-back that no engine took, too: one may have loaded it under this number.
-        announced = (await self._pool.get_statistics(TRAIN))["policy_version"]
-        path, updates = await self._compute(self._write, announced)
+        path, updates = await self._compute(self._write)
         version = self._store.number(path)
         # Before the first engine has them: their steps must find their version in the table.
         progress.published[version] = updates
@@ -400,13 +398,12 @@ class Publisher:
         self._begin(path, version, canary=self._tries_out and self._is_running)
         self._begin_trial(version)
 
-    def _write(self, announced: int) -> tuple[Path, int]:
-        """Write the backend's weights of now as a version that is newer than the one `announced`;
-        their folder, and how many updates they contain."""
+    def _write(self) -> tuple[Path, int]:
+        """Write the backend's weights of now; their folder, and how many updates they contain."""
         backend, progress = self._updater.backend, self._progress
         save = backend.save_adapters if self._transport.adapter else backend.save_weights
         begun = time.perf_counter()
-        path = self._store.write(max(announced, *progress.published) + 1, save)
+        path = self._store.write(max(progress.published) + 1, save)
         self._transport.written(str(path))
         self._gather_s = time.perf_counter() - begun
         return path, progress.updates

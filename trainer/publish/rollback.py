@@ -8,9 +8,8 @@ publishes meanwhile. A trainer finds the new version in the store and trains on 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from stepwell.backends.engines.api import Engine
@@ -69,28 +68,13 @@ async def roll_back(
         of = store.find(to, before)
         path = await asyncio.to_thread(store.write_again, newest + 1, of)
         version = store.number(path)
-        with _kept_if_committed(store, path):
-            await pool.advance_version(version)
-            try:
-                await publish(engines, path, version, **how, locked=True)
-                return version
-            except WeightUpdateError:
-                if not patience_s:
-                    raise
+        await pool.advance_version(version)
+        try:
+            await publish(engines, path, version, **how, locked=True)
+            return version
+        except WeightUpdateError:
+            if not patience_s:
+                raise
     # Without the lock, which a supervisor needs to bring an engine back.
-    with _kept_if_committed(store, path):
-        await publish(engines, path, version, **how, seen=committed, patience_s=patience_s)
+    await publish(engines, path, version, **how, seen=committed, patience_s=patience_s)
     return version
-
-
-@contextmanager
-def _kept_if_committed(store: WeightStore, path: Path) -> Iterator[None]:
-    """A version that is not served when the block has failed is no roll-back: kept, it would say
-    that those before it were taken back."""
-    try:
-        yield
-    except BaseException:  # also a cancellation, which may come with the commit
-        current = store.current()
-        if current is None or current.version != store.number(path):
-            store.discard(path)
-        raise
