@@ -177,7 +177,7 @@ class WeightStore:
         """
         kept = self.kept()
         if version is None:
-            of = {v: self.weights_of(v) for v in {*kept, now}}
+            of = {v: self.weights_of(v) for v in {*kept, now} if v <= now}
             taken_back = {v for v in kept for new, old in of.items() if old < v < new}
             earlier = [v for v in kept if v < now and v not in taken_back and of[v] < of[now]]
             if earlier:

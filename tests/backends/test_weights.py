@@ -166,6 +166,7 @@ def test_a_roll_back_that_was_killed_takes_nothing_back(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         store.commit(version, store.write(version, save(str(version))))
     store.write_again(4, of=1)  # and no engine has it
+    assert store.find(None, now=3) == 2
     written = store.write(4, save("5"))
     assert store.number(written) == 5, "no number has two meanings"
     store.commit(5, written)
