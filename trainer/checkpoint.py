@@ -32,6 +32,7 @@ import re
 import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -244,9 +245,10 @@ class CheckpointStore:
 
     def unscore(self, step: int) -> None:
         """The checkpoint of `step` has other weights than those that were scored."""
-        scores = self.scores()
-        if scores.pop(step, None) is not None:
-            self._write_scores(scores)
+        with self._changing:
+            scores = self.scores()
+            if scores.pop(step, None) is not None:
+                self._write_scores(scores)
 
     def scores(self) -> dict[int, float]:
         """Evaluation score by step, of checkpoints that are gone too.
@@ -332,7 +334,8 @@ class CheckpointStore:
             if step not in kept:
                 # Renamed first: a folder half removed must not pass for a checkpoint.
                 doomed = self._path(step).with_suffix(".tmp")
-                self._path(step).rename(doomed)
+                with suppress(FileNotFoundError):  # a score prunes beside a save of ranks
+                    self._path(step).rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def _write_scores(self, scores: Mapping[int, float]) -> None:

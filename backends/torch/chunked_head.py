@@ -93,10 +93,12 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 
 
 def _decoder(model: Any) -> Any:
-    """The module whose output the model's forward gives to the head: of one that reads pictures
-    what has the tower, too; OPT passes by the base model."""
+    """The module whose output the model's forward gives to the head: the base model; OPT passes by
+    it to the decoder in it."""
+    base, decoder = model.base_model, model.get_decoder()
     reads_pictures = "vision_config" in model.config.sub_configs
-    return model.base_model if reads_pictures else model.get_decoder()
+    within = any(module is decoder for module in base.modules())
+    return decoder if within and not reads_pictures else base
 
 
 @contextmanager

@@ -174,7 +174,7 @@ class WeightStore:
         """
         kept = self.kept()
         if version is None:
-            of = {v: self.weights_of(v) for v in {*kept, now}}
+            of = {v: self.weights_of(v) for v in {*kept, now} if v <= now}
             taken_back = {v for v in kept for new, old in of.items() if old < v < new}
             earlier = [v for v in kept if v < now and v not in taken_back and of[v] < of[now]]
             if earlier:
@@ -265,15 +265,22 @@ class WeightStore:
         *,
         adapter: bool = False,
     ) -> None:
-        """Make `version` what a (re)started engine serves, and prune old versions."""
+        """Make `version` what a (re)started engine serves, and prune old versions. A roll-back
+        between it and the one before, which no engine took or whose process was killed, goes: it
+        would say that versions were taken back."""
+        before = self.current()
+        low = version if before is None else before.version
         place = Path(path or self.path(version)).absolute()
         if _is_own(self.folder, place):
             place = Path(place.name)  # the folder may be moved, or copied
         entry = {"version": version, "path": str(place), "adapter": adapter}
         write_sealed(self.folder / CURRENT, entry)
-        if not self._prunes:
-            return
         try:
+            for other in self.versions():
+                if low < other < version and (self.path(other) / ORIGIN).exists():
+                    self.discard(self.path(other))
+            if not self._prunes:
+                return
             written = {old: self.path(old).stat().st_mtime for old in self.versions()}
             for old in written.keys() - kept_versions(written, self.keep, time.time()) - {version}:
                 self.discard(self.path(old))

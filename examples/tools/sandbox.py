@@ -59,12 +59,12 @@ class PythonSandbox(Tool):
                 "--pid fails); permit them, or set require_isolation to false"
             )
         try:
-            output, failure = await run(code, self._folders[instance_id], self.limits)
+            ended = await run(code, self._folders[instance_id], self.limits)
         except OSError as e:  # no fault of the policy's
             raise ToolUnavailableError(f"python: {e}") from e
-        if failure:
-            raise ToolError(f"{failure}\n{output}".rstrip())
-        return output or "(no output)"
+        if ended.failure:
+            raise ToolError(f"{ended.failure}\n{ended.output}".rstrip())
+        return ended.output or "(no output)"
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         await asyncio.to_thread(remove, self._folders.pop(instance_id))

@@ -162,6 +162,22 @@ def test_who_commits_beside_a_trainer_removes_none_of_the_versions_that_it_keeps
     assert trainers.versions() == [3, 4, 5, 6]
 
 
+def test_a_roll_back_that_was_killed_takes_nothing_back(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, keep=9)
+    for version in (1, 2, 3):
+        store.commit(version, store.write(version, save(str(version))))
+    store.write_again(4, of=1)  # and no engine has it
+    assert store.find(None, now=3) == 2
+    written = store.write(4, save("5"))
+    assert store.number(written) == 5, "no number has two meanings"
+    store.commit(5, written)
+    assert store.versions() == [1, 2, 3, 5]
+    assert store.find(None, now=5) == 3
+    store.commit(6, store.write_again(6, of=2))
+    store.commit(7, store.write(7, save("7")))
+    assert store.versions() == [1, 2, 3, 5, 6, 7], "one that was served stays"
+
+
 def test_versions_that_cannot_be_pruned_undo_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,6 +202,24 @@ def test_an_evaluation_is_scored_while_another_thread_saves(
     assert store.scores() == {1: 0.5}
 
 
+def test_an_evaluation_that_ends_while_ranks_save_prunes_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two threads, of which each may find the checkpoint that the other removes."""
+    store, beside = (CheckpointStore(tmp_path, keep=1) for _ in range(2))
+    store.save(1, {})
+    scores = store.scores
+
+    def scored_meanwhile() -> dict[int, float]:
+        beside.score(2, 0.5)
+        return scores()
+
+    monkeypatch.setattr(store, "scores", scored_meanwhile)
+    store.save(2, {"which": "new"})
+    assert names(tmp_path) == ["step_2"]
+    assert latest(beside) == {"which": "new"}
+
+
 @pytest.mark.parametrize("died_after", ["the draft", "the first rename", "the second rename"])
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died_after: str

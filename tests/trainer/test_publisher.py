@@ -18,9 +18,11 @@ from stepwell.backends.base import TrainingBackend
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import (
     EngineError,
+    EngineRequestError,
     EngineUnavailableError,
     UnsupportedByBackendError,
     VersionNotKeptError,
+    WeightUpdateError,
 )
 from stepwell.backends.weights import StoreLock, WeightStore
 from stepwell.backends.weights.transports import Disk
@@ -230,6 +232,21 @@ async def test_a_resumed_run_goes_on_from_a_roll_back_that_its_checkpoint_does_n
     async with small_run(config) as killed:  # before its first checkpoint: nothing was trained
         assert await killed.trainer.resume()
         assert killed.backend.updates == 3, "what was taken back does not come back"
+
+
+async def test_a_roll_back_that_no_engine_took_takes_nothing_back(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "trainer.keep_weights=10")
+    async with small_run(config) as run:
+        await run.train(4)
+        newest = run.engine.version
+        run.engine.fails[f"load {newest + 1}"] = EngineRequestError("no memory")
+        with pytest.raises(WeightUpdateError, match="no memory"):
+            await command(run, None)
+        await run.train(5)
+        assert served(run.engine) == 5
+        assert run.engine.version == newest + 2, "no number has two meanings"
+        await command(run, None)
+        assert served(run.engine) == 4, "which was served before"
 
 
 class FullDisk(RecordingBackend):
