@@ -132,11 +132,11 @@ class Ledger:
                     self._open.pop(entry["prompt_uid"], None)
 
     def adopt(self, folder: Path, offset: int) -> int:
-        """The run starts from a checkpoint in `folder`, perhaps of another run: then this ledger
-        begins with the first `offset` bytes of the other, in place of what the run began before
-        and has no checkpoint of. Returns what to `resume` at."""
+        """The run starts from a checkpoint of another run, in `folder`: this ledger begins with the
+        first `offset` bytes of the other, in place of what the run began before and has no
+        checkpoint of. Returns what to `resume` at."""
         other = folder / LEDGER
-        if self._path is None or self._fd is None or other == self._path:
+        if self._path is None or self._fd is None:
             return offset
         begin = b""
         if other.is_file():

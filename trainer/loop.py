@@ -273,7 +273,9 @@ class Trainer:
             await self._compute(self.updater.load_state, path, state)
             set_rng_state(state["rng"])
             self.checkpoints.set_aside(after=self.progress.updates)
-            offset = self._ledger.adopt(path.parent, state["ledger"])
+            offset = state["ledger"]
+            if path.parent != self.checkpoints.folder:
+                offset = self._ledger.adopt(path.parent, offset)
         self._ledger.resume(self.progress.updates, offset)
         await self.batches.resume(state, self.progress.version)
         await self.publisher.resume(new=state is None, save=self._save_taken_back)

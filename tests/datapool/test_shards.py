@@ -46,7 +46,7 @@ from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.remote.shards import parts, shard_of
 from stepwell.datapool.remote.start import client_of, connect, share
-from stepwell.datapool.sealed import write_sealed
+from stepwell.datapool.sealed import this_writer, write_sealed
 from stepwell.datapool.store.folder import ACKED_NAME
 from tests.builders import until
 from tests.datapool.pools import answers_lease
@@ -228,7 +228,7 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
 
 
 def test_a_number_of_shards_that_cannot_be_noted_starts_no_pool(cluster, tmp_path):
-    (tmp_path / f"{SHARDS_FILE}.{os.getpid()}-{threading.get_native_id()}.tmp").mkdir()
+    (tmp_path / f"{SHARDS_FILE}.{this_writer()}-{threading.get_native_id()}.tmp").mkdir()
     config = PoolConfig(shards=2, journal_dir=tmp_path)
     with pytest.raises(OSError, match=SHARDS_FILE):
         start_shards(config, name="not noted")
