@@ -122,6 +122,7 @@ class Services:
             turn_messages,
             self.engine,
             wiring.engine_urls,
+            wiring.run_dir,
         )
         self.dashboard = Dashboard(
             self.pool_access,
