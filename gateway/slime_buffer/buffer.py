@@ -40,7 +40,7 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.datapool.types import Group, Lease, Trajectory
-from stepwell.gateway.config import REMEMBERED, GatewayConfig
+from stepwell.gateway.config import LAST_START, REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import UNAVAILABLE, RequestError
@@ -62,8 +62,6 @@ from stepwell.gateway.trajectory.store import Outcomes
 
 log = logging.getLogger(__name__)
 
-LAST_START = "rollout_buffer.json"
-"""File of a run's folder: the last `/start_rollout`, for a gateway that is started again."""
 MAX_GROUPS = 256
 """Groups in one answer if `gateway.rollout_batch_groups` is null."""
 ACK_RETRY_S = 0.5

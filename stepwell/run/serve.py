@@ -30,6 +30,7 @@ from stepwell.datapool.sealed import remove_drafts
 from stepwell.datapool.store.folder import holder
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
+from stepwell.gateway.config import LAST_START
 from stepwell.layout import (
     GATEWAY_KEY,
     LOGS,
@@ -238,5 +239,6 @@ def start_over(folder: Path) -> None:
             )
     for name in (*STARTED_OVER, PROFILE):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
+    files = (ROLLOUTS, OLD, LAST_START, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE)
+    for name in ("metrics.jsonl", *files):
         (folder / name).unlink(missing_ok=True)

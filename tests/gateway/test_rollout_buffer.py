@@ -23,10 +23,9 @@ from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Wiring
+from stepwell.gateway.config import LAST_START, GatewayConfig, Wiring
 from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.prompt import Prompts
-from stepwell.gateway.slime_buffer.buffer import LAST_START
 from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
 from stepwell.gateway.slime_buffer.writes import Item
 from stepwell.gateway.tokens.messages import TurnMessages
