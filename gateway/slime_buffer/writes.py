@@ -32,7 +32,7 @@ from stepwell.datapool.errors import (
     TrajectoryConflictError,
     UnknownTrajectoryError,
 )
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import MAX_REWARD, Step
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError
@@ -129,7 +129,7 @@ class Item(_Fields):
 
     instance_id: _Id
     uid: _Id | None = None
-    reward: Annotated[float, Field(ge=-1e308, le=1e308)] | None = None
+    reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None = None
     trajectory_uid: str | None = None
     """Recorded here before; None: the item brings its tokens."""
     messages: list[_Message] | None = None

@@ -239,6 +239,20 @@ async def test_a_completion_that_is_refused_changes_no_reward(world: Any, http: 
     assert trajectory.reward == 1.5
 
 
+@pytest.mark.parametrize("base", ["/t1/p1/v1", "/v1"], ids=["url", "name"])
+async def test_a_reward_that_no_trajectory_can_have_is_refused_before_its_steps_have_theirs(
+    world: Any, http: Http, base: str
+) -> None:
+    await ask(await world.client("t1", "p1"))
+    named = {} if "t1" in base else {"trajectory_uid": "t1"}
+    rewards = {"reward": 2e9, "step_rewards": [3.0]}
+    status, got = await http.post(f"{world.url}{base}/complete_trajectory", **named, **rewards)
+    assert (status, got["error"]["param"]) == (400, "reward")
+    await http.post(f"{world.url}{base}/complete_trajectory", **named)
+    [trajectory] = (await world.pool.lease_batch(1)).groups[0].trajectories
+    assert trajectory.reward is None
+
+
 async def test_completing_without_a_call_aborts_with_a_reason(world: Any, http: Http) -> None:
     status, got = await http.post(world.base_url() + "/v1/complete_trajectory", reward=1.0)
     assert (status, got["outcome"]) == (200, "aborted")

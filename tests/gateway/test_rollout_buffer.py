@@ -942,6 +942,7 @@ async def test_a_bad_start_is_refused_by_field(
         ({"instance_id": [1]}, "instance_id"),
         ({"reward": "1"}, "reward"),
         ({"reward": True}, "reward"),
+        ({"reward": 2e9}, "reward"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"extra_info": []}, "extra_info"),
         ({"tokens": None, "messages": []}, "messages"),
