@@ -452,6 +452,21 @@ def _waiting_score(solution_str: str) -> float:
     return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, float(len(solution_str))))
 
 
+async def test_a_reward_function_may_be_an_object_that_is_awaited(worlds: Any, http: Http) -> None:
+    world = await worlds(reward_fn=f"{__name__}:_judge")
+    got = await http.post(world.url + "/compute_reward", solution_str="abc")
+    assert got == (200, {"reward": 3.0, "details": {}})
+
+
+class _Judge:
+    async def __call__(self, solution_str: str) -> float:
+        await asyncio.sleep(0)
+        return float(len(solution_str))
+
+
+_judge = _Judge()
+
+
 @pytest.mark.parametrize("function", ["_ending_score", "_async_ending_score"])
 async def test_a_reward_function_that_exits_is_told_as_any_that_fails(
     worlds: Any, http: Http, function: str
