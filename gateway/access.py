@@ -29,9 +29,8 @@ no path::
 The mac's secret comes from the admin keys (where there are none, from all agent keys together), so
 every replica and every restart with the same configuration reads it. Keys are renewed by putting
 the new one first and removing the old one when nobody uses it any more: the first admin key signs,
-all of them verify. Without configured keys everybody
-may do everything (and `GatewayConfig` allows only loopback). Keys are kept as digests and are in no
-message, log line or repr.
+all of them verify. Without configured keys everybody may do everything (and `GatewayConfig` allows
+only loopback). Keys are kept as digests and are in no message, log line or repr.
 
 **Hosts and origins.** A web page may post to any address, and its own name may resolve to a
 loopback address (DNS rebinding). Its browser then says so: `Origin` names the page, and `Host` the

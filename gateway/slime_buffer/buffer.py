@@ -122,6 +122,8 @@ class RolloutBuffer:
         self._returns: set[asyncio.Task[None]] = set()
         self._file = None if run_dir is None else run_dir / LAST_START
         self._writing = asyncio.Lock()
+        self._has_lost = False
+        """The generator of the last start ended with the gateway before this one."""
         self._go_on()
 
     def statistics(self) -> dict[str, Any]:
@@ -163,6 +165,7 @@ class RolloutBuffer:
         self._skip = Counter(map(str, wanted.skip_instance_ids or ()))
         self._dropped.clear()
         self._generator, self._task_type = generator, str(payload["task_type"])
+        self._has_lost = False
         await self._keep()
         if generator is None:
             await self._process.stop()
@@ -198,6 +201,7 @@ class RolloutBuffer:
         self._skip = Counter(started["skip"])
         try:
             self._generator = chosen(self._generators, self._task_type)
+            self._has_lost = self._generator is not None
         except (RequestError, ImportError) as e:
             log.warning("groups are served without their generator: %s", e)
 
@@ -210,7 +214,7 @@ class RolloutBuffer:
         state = self._process.state
         if self._generator is None:
             return "No data available to read", {}
-        if state == "none":
+        if self._has_lost:
             raise GeneratorError(
                 f"No data available to read: the rollout of task_type {self._task_type!r} ended "
                 "with the gateway, which was started again, unless it had finished; start it again "
