@@ -68,7 +68,7 @@ class PoolAccess:
         self._patience_s = tuning.pool_patience_s
         self._deadlines = Deadlines()
         self.is_away = False
-        """The pool failed a call and has answered none since."""
+        """The pool failed a call and has not answered since."""
         self._owed: set[asyncio.Task[None]] = set()
         """Aborts that the pool has not answered yet."""
         self._aborting = asyncio.Semaphore(ABORTS_AT_ONCE)
@@ -102,9 +102,7 @@ class PoolAccess:
             timeout_s = self.timeout_s + self.room_s * room
         try:
             with Deadline(self._deadlines, asyncio.get_running_loop().time() + timeout_s):
-                found = await answer
-            self.is_away = False
-            return found
+                return await answer
         except NotOwnerError as e:
             raise PermissionDeniedError(str(e)) from e
         except DataPoolError as e:
