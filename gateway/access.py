@@ -26,11 +26,11 @@ no path::
 
     sw.<trajectory_uid>.<prompt_uid>.<mac>      both in base64url; without keys there is no mac
 
-The mac's secret comes from the configured keys, so every replica and every restart with the same
-configuration reads it. Keys are renewed by putting the new one first and removing the old one when
-nobody uses it any more: the first one signs, all of them verify. Without configured keys everybody
-may do everything (and `GatewayConfig` allows only loopback). Keys are kept as digests and are in no
-message, log line or repr.
+The mac's secret comes from the admin keys (where there are none, from all agent keys together), so
+every replica and every restart with the same configuration reads it. Keys are renewed by putting
+the new one first and removing the old one when nobody uses it any more: the first admin key signs,
+all of them verify. Without configured keys everybody may do everything (and `GatewayConfig` allows
+only loopback). Keys are kept as digests and are in no message, log line or repr.
 
 **Hosts and origins.** A web page may post to any address, and its own name may resolve to a
 loopback address (DNS rebinding). Its browser then says so: `Origin` names the page, and `Host` the
@@ -266,8 +266,12 @@ class KeyRing:
         secrets = [(key.get_secret_value().encode(), holder) for key, holder in keys]
         # By digest: how long it takes to find one tells nothing about a key.
         self._known = {hashlib.sha256(secret).digest(): holder for secret, holder in secrets}
+        # Whoever has a key that signs can make the keys of all trajectories: no single agent has.
+        signing = [secret for secret, holder in secrets if holder.access == "admin"]
+        if secrets and not signing:
+            signing = [b"\0".join(sorted(secret for secret, _ in secrets))]
         self._signing = [
-            hmac.digest(secret, b"stepwell trajectory key", "sha256") for secret, _ in secrets
+            hmac.digest(secret, b"stepwell trajectory key", "sha256") for secret in signing
         ]
         self._sessions = [
             hmac.digest(secret, b"stepwell dashboard session", "sha256")

@@ -55,6 +55,8 @@ MIN_KEY_LENGTH = 16
 REMEMBERED = 100_000
 """Ids of closed trajectories kept in order to answer 410."""
 MOST_OF_A_GROUP = 1024
+LAST_START = "rollout_buffer.json"
+"""File of a run's folder: the last `/start_rollout`, for a gateway that is started again."""
 
 
 def _strong(key: SecretStr) -> SecretStr:

@@ -59,22 +59,29 @@ class FileDeletions:
         async with self._lock:
             waiting, self._waiting, self._next = self._waiting, {}, None
             command = (sys.executable, "-m", "stepwell.datapool.files.deletion_process")
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
             folders = {"archive": self._archive, "run": self._run_dir}
             asked = {"uids": waiting} | {k: path and str(path) for k, path in folders.items()}
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                )
+            except OSError as e:  # no memory, or no more processes
+                raise _failed(len(waiting), str(e)) from e
             told, error = await process.communicate(json.dumps(asked).encode())
         if process.returncode:
             said = error.decode(errors="replace").strip().splitlines()
             last = said[-1] if said else f"it ended with {process.returncode}"
-            log.error("%d trajectories are not deleted from files: %s", len(waiting), last)
-            raise FileDeletionError(
-                "deleted from the DataPool, but the archive may still hold it, or the trainer's "
-                "files, as the gateway's log says; repeat the DELETE once what it names is mended"
-            )
+            raise _failed(len(waiting), last)
         gone: list[str] = json.loads(told)
         return gone
+
+
+def _failed(n: int, why: str) -> FileDeletionError:
+    log.error("%d trajectories are not deleted from files: %s", n, why)
+    return FileDeletionError(
+        "deleted from the DataPool, but the archive may still hold it, or the trainer's files, as "
+        "the gateway's log says; repeat the DELETE once what it names is mended"
+    )

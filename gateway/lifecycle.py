@@ -94,7 +94,7 @@ class RegisterTrajectory(Body):
 
 
 class CompleteTrajectory(Body):
-    reward: Number | None = None
+    reward: StepReward | None = None
     step_rewards: Annotated[list[StepReward | None], Field(fail_fast=True)] = Field(
         default=[], max_length=MAX_STEP_REWARDS
     )

@@ -161,6 +161,8 @@ class PoolAccess:
         try:
             async with asyncio.timeout(self._patience_s):
                 yield
+        except PoolFullError:  # a TimeoutError, too
+            raise
         except TimeoutError as e:
             raise PoolSilentError(
                 f"the DataPool did not answer within {self._patience_s:g} s"

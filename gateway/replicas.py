@@ -121,7 +121,7 @@ class Replicas:
         if replica != self.index and now - looked_at > CHECK_S:
             self._looks[replica] = now, is_up  # others take that meanwhile
             is_up = await self._answers(self.urls[replica])
-            self._looks[replica] = now, is_up
+            self._looks[replica] = time.monotonic(), is_up
         return is_up
 
     async def _answers(self, url: str) -> bool:

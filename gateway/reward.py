@@ -42,6 +42,8 @@ async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[
             result = await function(**fields)
         else:
             result = await asyncio.to_thread(with_own_loop, lambda: function(**fields))
+            if inspect.isawaitable(result):  # of an object, or a partial, that is async
+                result = await result
     except (Exception, SystemExit) as e:  # foreign code: any failure is a missing score, never 0
         raise RewardError(f"gateway.reward_fn failed ({type(e).__name__}: {e!s:.200})") from e
     details: dict[str, Any] = {}

@@ -520,6 +520,7 @@ async def generate(request: Request) -> Response:
     finally:
         connection.listeners.discard(exchange)
         exchange.close()
+    parsed.call.sources = call.sources = None  # the connection may be idle for minutes
     connection.handed = exchange
     if connection.is_lost:
         exchange.lose()

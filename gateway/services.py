@@ -122,6 +122,7 @@ class Services:
             turn_messages,
             self.engine,
             wiring.engine_urls,
+            None if wiring.read_only else wiring.run_dir,
         )
         self.dashboard = Dashboard(
             self.pool_access,

@@ -11,6 +11,9 @@ pool's filter `scored` holds the latter until they are scored; without it they a
 counted as `unscored`, since a leased group cannot be scored any more. Groups with pictures go as
 `pictures`: an item has tokens and text, and placeholders alone would be trained as other pictures.
 
+A gateway that is started again serves on by the last `/start_rollout`, which the run's folder
+keeps.
+
 Owns: what is served. Does not own: the routes and a delivery's end (`router.py`), the shape of
 items (`items.py`), writing (`writes.py`), order and filters (the pool).
 """
@@ -22,19 +25,22 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
 from cachetools import LRUCache
 
 from stepwell.datapool.errors import (
+    DamagedFileError,
     DataPoolError,
     GroupClosedError,
     UnknownGroupError,
     UnknownLeaseError,
 )
+from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.datapool.types import Group, Lease, Trajectory
-from stepwell.gateway.config import REMEMBERED, GatewayConfig
+from stepwell.gateway.config import LAST_START, REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import wrong
 from stepwell.gateway.engine import Sampler
 from stepwell.gateway.errors import UNAVAILABLE, RequestError
@@ -87,8 +93,12 @@ class RolloutBuffer:
         turn_messages: TurnMessages,
         engine: Sampler,
         engine_urls: Collection[str],
+        run_dir: Path | None = None,
     ) -> None:
         """
+        Args:
+            run_dir: folder of the run, which keeps what was started last; None: a restart forgets.
+
         Raises:
             GatewayConfigError: see `TextRollouts` and `load_generators`.
         """
@@ -110,6 +120,11 @@ class RolloutBuffer:
         self._process = RolloutProcess()
         self._engine_urls = engine_urls
         self._returns: set[asyncio.Task[None]] = set()
+        self._file = None if run_dir is None else run_dir / LAST_START
+        self._writing = asyncio.Lock()
+        self._has_lost = False
+        """The generator of the last start ended with the gateway before this one."""
+        self._go_on()
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -150,11 +165,45 @@ class RolloutBuffer:
         self._skip = Counter(map(str, wanted.skip_instance_ids or ()))
         self._dropped.clear()
         self._generator, self._task_type = generator, str(payload["task_type"])
+        self._has_lost = False
+        await self._keep()
         if generator is None:
             await self._process.stop()
             return f"Nothing was started: task_type {EXTERNAL} waits for rollouts from outside"
         await self._process.start(generator, told, key)
         return "Rollout started"
+
+    async def _keep(self) -> None:
+        """Write down what was started last, and what of it is still to be skipped."""
+        if (file := self._file) is None:
+            return
+        async with self._writing:  # one after the other: the last one counts
+            skip = {name: n for name, n in self._skip.items() if n > 0}
+            started = {"task_type": self._task_type, "num_repeat_per_sample": self._repeats}
+            try:
+                await asyncio.to_thread(write_sealed, file, {**started, "skip": skip})
+            except OSError as e:  # a full disk, or a folder of another machine
+                log.warning("a gateway that is started again will not know the rollout: %s", e)
+
+    def _go_on(self) -> None:
+        """Go on with what was started before a restart. Its generator has ended with the gateway;
+        its functions still judge the groups."""
+        if self._file is None:
+            return
+        try:
+            started = read_sealed(self._file, "send POST /start_rollout again")
+        except FileNotFoundError:
+            return
+        except (OSError, DamagedFileError) as e:
+            log.warning("the last rollout is not known any more: %s", e)
+            return
+        self._task_type, self._repeats = started["task_type"], started["num_repeat_per_sample"]
+        self._skip = Counter(started["skip"])
+        try:
+            self._generator = chosen(self._generators, self._task_type)
+            self._has_lost = self._generator is not None
+        except (RequestError, ImportError) as e:
+            log.warning("groups are served without their generator: %s", e)
 
     def nothing(self) -> tuple[str, dict[str, Any]]:
         """Why there is nothing to serve, and the `meta_info` that says so.
@@ -165,6 +214,12 @@ class RolloutBuffer:
         state = self._process.state
         if self._generator is None:
             return "No data available to read", {}
+        if self._has_lost:
+            raise GeneratorError(
+                f"No data available to read: the rollout of task_type {self._task_type!r} ended "
+                "with the gateway, which was started again, unless it had finished; start it again "
+                "with POST /start_rollout"
+            )
         if state.startswith("failed"):
             raise GeneratorError(
                 f"No data available to read: the rollout of task_type {self._task_type!r} {state}; "
@@ -222,6 +277,8 @@ class RolloutBuffer:
                 await self._ask(self._pool.nack(lease.lease_id, "holds groups not to be served"))
             finally:
                 await self._drop(refused)
+            if any(reason == SKIPPED for _, reason in refused):
+                await self._keep()
 
     async def _refusal(self, group: Group) -> str | None:
         """Why a group may not be served.

@@ -32,7 +32,7 @@ from stepwell.datapool.errors import (
     TrajectoryConflictError,
     UnknownTrajectoryError,
 )
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import MAX_REWARD, Step
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError
@@ -129,7 +129,7 @@ class Item(_Fields):
 
     instance_id: _Id
     uid: _Id | None = None
-    reward: Annotated[float, Field(ge=-1e308, le=1e308)] | None = None
+    reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None = None
     trajectory_uid: str | None = None
     """Recorded here before; None: the item brings its tokens."""
     messages: list[_Message] | None = None
@@ -248,6 +248,10 @@ class RolloutWriter:
         """By instance id: groups with a place that was taken and is free again."""
         self._homes: LRUCache[str, _Home] = LRUCache(REMEMBERED)
         """By uid: a repeated write is the same rollout."""
+        self._earlier: LRUCache[str, bool] = LRUCache(REMEMBERED)
+        """Instance ids of which an earlier process had written items."""
+        self._looking: dict[str, asyncio.Task[tuple[int, int]]] = {}
+        """By instance id: the pool is asked what there is of it."""
 
     async def write(self, body: Mapping[str, Any], repeats: int | None, version: int) -> str:
         """Store a rollout that came from outside, or complete one whose calls were recorded here.
@@ -343,6 +347,13 @@ class RolloutWriter:
         """The trajectory and the group of a written item: the instance's group that is filling up,
         or its next one."""
         home, trajectory_uid = self._homes.get(uid), uid
+        if home is None and instance not in self._filling:
+            await self._look(instance, repeats)
+        if home is None and instance in self._earlier:
+            found = await self._written(uid, instance)
+            if found is not None:
+                self._homes.setdefault(uid, found)
+            home = self._homes.get(uid)
         while home is None or not home.is_open:
             if home is None:
                 # Taken before waiting: items that are written at once do not overfill a group, and
@@ -372,6 +383,38 @@ class RolloutWriter:
                 home = self._homes[uid] = home._replace(is_open=True)
         return home
 
+    async def _look(self, instance: str, repeats: int | None) -> None:
+        """Find the group of an instance that is filling up, where an earlier process may have begun
+        one."""
+        looking = self._looking.get(instance)
+        if looking is None:
+            looking = asyncio.create_task(self._fill(instance, repeats))
+            self._looking[instance] = looking
+            looking.add_done_callback(lambda _: self._looking.pop(instance))
+        found = await asyncio.shield(looking)
+        self._filling.setdefault(instance, found)
+        if found != (0, 0):
+            self._earlier[instance] = True
+
+    async def _fill(self, instance: str, repeats: int | None) -> tuple[int, int]:
+        k = 0
+        while True:
+            name = _group_name(instance, k)
+            asking = self._pool.list_groups(self._channel, prompt_uid=name)
+            rows = (await self._pool_access.ask(asking)).items
+            n = sum(row.n_complete + row.n_running for row in rows)
+            if repeats is None or n < repeats:
+                return k, n
+            k += 1
+
+    async def _written(self, trajectory_uid: str, instance: str) -> _Home | None:
+        """Return where an earlier process stored an item of this instance; None: nowhere."""
+        asking = self._pool.list_trajectories(self._channel, trajectory_uid=trajectory_uid)
+        rows = (await self._pool_access.ask(asking)).items
+        names = (row.prompt_uid for row in rows)
+        found = next((name for name in names if _instance_named(name) == instance), None)
+        return None if found is None else _Home(trajectory_uid, found, is_open=True)
+
     def _place(self, instance: str, repeats: int | None) -> str:
         """A place in the instance's group that is filling up: its prompt_uid."""
         if left := self._left.pop(instance, None):
@@ -395,3 +438,8 @@ def _check_in_time(uid: str, is_late: bool) -> None:
 def _group_name(name: str, k: int) -> str:
     """A name of its own for each name and number: an instance may itself be called `17#1`."""
     return f"{name}#{k}" if k or "#" in name else name
+
+
+def _instance_named(group: str) -> str:
+    """The instance of a `_group_name`."""
+    return group.rpartition("#")[0] or group

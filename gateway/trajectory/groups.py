@@ -45,6 +45,8 @@ class Group:
     deadline_s: float
     place: _Place | None = None
     """Key under which others find it; None: it takes nobody else."""
+    channels: tuple[str, ...] = ()
+    """Channels of its owner's conversations: one that began elsewhere may be in each of them."""
     joined: int = 0
     began_at: float = field(default_factory=time.monotonic)
 
@@ -105,6 +107,9 @@ class Groups:
                 group.joined += 1
         prompt_uid = f"prompt-{uid}" if group is None else group.prompt_uid
         channel = self.channel(prompt_uid, caller.channel)
+        if group is not None:
+            own = caller.channel or self._config.channel
+            group.channels = (own, VAL) if self._config.holdout else (own,)
         return Identity(uid, prompt_uid, channel, True, group, caller.opens_as(uid))
 
     def end(self, group: Group | None) -> None:

@@ -485,13 +485,13 @@ class LiveTrajectory:
                 f"trajectory {self.uid!r} is open in channel {self.channel!r}, not "
                 f"{channel!r}; register it before its first call"
             )
-        chosen = channel or self.channel
         room_s = self._pool_access.room_s
         about = dict(metadata or {})
         if owner is not None:
             about[OWNER] = owner
         if self.group is not None and self.is_session and not self._opened:
             await self._find_session(self.group)
+        chosen = channel or self.channel
         if self.group is not None and not self._opened:
             await self._declare(self.group, owner)
         resumed = await self._pool_access.ask(
@@ -559,20 +559,22 @@ class LiveTrajectory:
             TrajectoryClosedError: it has ended.
         """
         ask, pool = self._pool_access.ask, self._pool
-        listed = await ask(pool.list_trajectories(self.channel, trajectory_uid=self.uid))
-        found = next((row for row in listed.items if row.state == "open"), None)
-        if found is None:
-            try:
-                await ask(pool.why_closed(self.uid, self.channel))
-            except UnknownTrajectoryError:
-                return
-        group.joined -= 1
-        self.group = None
-        if found is None:
-            self._close("closed before in the DataPool")
-            self.check_open()
-        else:
-            self.prompt_uid = found.prompt_uid
+        for channel in dict.fromkeys((self.channel, *group.channels)):
+            listed = await ask(pool.list_trajectories(channel, trajectory_uid=self.uid))
+            found = next((row for row in listed.items if row.state == "open"), None)
+            if found is None:
+                try:
+                    await ask(pool.why_closed(self.uid, channel))
+                except UnknownTrajectoryError:
+                    continue
+            group.joined -= 1
+            self.group = None
+            if found is None:
+                self._close("closed before in the DataPool")
+                self.check_open()
+            else:
+                self.prompt_uid, self.channel = found.prompt_uid, channel
+            return
 
     async def _declare(self, group: Group, owner: str | None) -> None:
         """Let the pool close the group of this conversation by itself."""

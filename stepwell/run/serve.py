@@ -33,6 +33,7 @@ from stepwell.datapool.store.folder import holder
 from stepwell.datapool.store.salvage import SHARDS, remove_journals
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
+from stepwell.gateway.config import LAST_START
 from stepwell.layout import (
     GATEWAY_KEY,
     LOGS,
@@ -253,7 +254,8 @@ def start_over(folder: Path) -> None:
         (pool / SHARDS_FILE).unlink(missing_ok=True)
     for name in (*STARTED_OVER, PROFILE):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", ROLLOUTS, OLD, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
+    files = (ROLLOUTS, OLD, LAST_START, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE)
+    for name in ("metrics.jsonl", *files):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -828,6 +828,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             sampling: dict[str, ChannelSampling] | None = None,
             tuning: Tuning = FAST,
             engine_kind: str = "embedded",
+            run_dir: Path | None = None,
             **options: Any,
         ) -> World:
             tokenizer = make_tokenizer(family)
@@ -844,7 +845,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             config = GatewayConfig(port=0, **options)
             urls = tuple(e.url for e in made) if engine_urls is None else engine_urls
             kind = EngineConfig(kind=engine_kind, urls=urls if engine_kind == "vllm" else ())
-            wiring = Wiring(urls, kind, sampling=sampling or {}, tuning=tuning)
+            wiring = Wiring(urls, kind, sampling=sampling or {}, tuning=tuning, run_dir=run_dir)
             app = create_app(config, wiring, pool, tokenizer)
             url = await stack.enter_async_context(serving(app, http=http_protocol(config, tuning)))
             clients = await stack.enter_async_context(AsyncExitStack())

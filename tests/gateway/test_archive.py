@@ -68,6 +68,18 @@ async def test_what_an_archive_could_not_delete_is_forgotten_here(
     assert world.gateway.trajectories.known("mine") is None
 
 
+async def test_a_deletion_whose_process_cannot_be_started_says_what_is_left_and_to_repeat_it(
+    world: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.gateway.file_deletions = FileDeletions(run.path / "archive", None)
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.executable", "/nowhere/python")
+        status, body = await delete(world, "t0")
+    assert status == 503
+    assert "the archive may still hold it" in body
+    assert (await delete(world, "t0"))[0] == 200
+
+
 async def test_archived_siblings_are_forgotten_here_too(world: Any, tmp_path: Path) -> None:
     """The pool knows nothing of a group that is archived: the archive says who was in it."""
     run = Archived(tmp_path)

@@ -492,6 +492,18 @@ async def test_a_session_goes_on_in_its_group_at_another_gateway(worlds: Any, fo
     assert len((await world.pool.list_groups("train")).items) == 1
 
 
+async def test_a_session_that_is_held_out_stays_so_at_another_gateway(worlds: Any) -> None:
+    options: Any = {"groups": {"form": "first_prompt", "n": 8}, "holdout": 0.5}
+    world = await worlds(**options)
+    other = await worlds(pool=world.pool, **options)
+    for i in range(8):
+        named = {"x-session-id": f"s{i}"}
+        messages = await talk(await plain(world, **named), [user(f"hi {i}")])
+        await talk(await plain(other, **named), [*messages, user("go on")])
+    found = {(s.trajectory_uid, s.prompt_uid, channel) for s, channel in world.port.steps}
+    assert len(found) == 8
+
+
 async def test_a_session_that_went_on_at_another_gateway_is_not_idle_at_the_first(
     worlds: Any,
 ) -> None:

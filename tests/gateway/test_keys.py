@@ -429,6 +429,18 @@ def test_a_trajectory_key_cannot_be_altered(uid: str, prompt_uid: str, data: st.
     assert keys.read(ring().issue(uid, prompt_uid)) is None
 
 
+@pytest.mark.parametrize("admins", [(ADMIN,), ()], ids=["admin", "agents alone"])
+def test_whoever_has_an_agent_key_can_make_no_key_of_anothers_trajectory(
+    admins: tuple[str, ...],
+) -> None:
+    a, b = "the-key-of-agent-a", "the-key-of-agent-b"
+    keys = ring(*admins, agent=(a, b))
+    for known in ((a,), (b,)):
+        assert keys.read(ring(agent=known).issue("t", "p")) is None
+        assert keys.read(ring(*known).issue("t", "p")) is None
+    assert keys.read(keys.issue("t", "p")) == ("t", "p")
+
+
 def test_trajectory_keys_outlive_the_renewal_of_keys() -> None:
     old = ring("the-first-admin's-key").issue("t", "p")
     both = ring("the-second-admin's-key", "the-first-admin's-key")

@@ -239,6 +239,20 @@ async def test_a_completion_that_is_refused_changes_no_reward(world: Any, http: 
     assert trajectory.reward == 1.5
 
 
+@pytest.mark.parametrize("base", ["/t1/p1/v1", "/v1"], ids=["url", "name"])
+async def test_a_reward_that_no_trajectory_can_have_is_refused_before_its_steps_have_theirs(
+    world: Any, http: Http, base: str
+) -> None:
+    await ask(await world.client("t1", "p1"))
+    named = {} if "t1" in base else {"trajectory_uid": "t1"}
+    rewards = {"reward": 2e9, "step_rewards": [3.0]}
+    status, got = await http.post(f"{world.url}{base}/complete_trajectory", **named, **rewards)
+    assert (status, got["error"]["param"]) == (400, "reward")
+    await http.post(f"{world.url}{base}/complete_trajectory", **named)
+    [trajectory] = (await world.pool.lease_batch(1)).groups[0].trajectories
+    assert trajectory.reward is None
+
+
 async def test_completing_without_a_call_aborts_with_a_reason(world: Any, http: Http) -> None:
     status, got = await http.post(world.base_url() + "/v1/complete_trajectory", reward=1.0)
     assert (status, got["outcome"]) == (200, "aborted")
@@ -445,6 +459,21 @@ async def test_a_reward_function_may_run_a_loop_of_its_own(worlds: Any, http: Ht
 
 def _waiting_score(solution_str: str) -> float:
     return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, float(len(solution_str))))
+
+
+async def test_a_reward_function_may_be_an_object_that_is_awaited(worlds: Any, http: Http) -> None:
+    world = await worlds(reward_fn=f"{__name__}:_judge")
+    got = await http.post(world.url + "/compute_reward", solution_str="abc")
+    assert got == (200, {"reward": 3.0, "details": {}})
+
+
+class _Judge:
+    async def __call__(self, solution_str: str) -> float:
+        await asyncio.sleep(0)
+        return float(len(solution_str))
+
+
+_judge = _Judge()
 
 
 @pytest.mark.parametrize("function", ["_ending_score", "_async_ending_score"])

@@ -931,6 +931,28 @@ async def test_any_replica_hands_out_the_addresses_of_all_that_answer(
     assert [r["up"] for r in told["replicas"]] == [True, True, False]
 
 
+async def test_a_replica_whose_machine_is_silent_is_waited_for_once_and_not_for_each_of_a_group(
+    fleets: Callable[..., Any],
+) -> None:
+    fleet, gone, asked = await fleets(replicas=2), asyncio.Event(), []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(writer)
+        await gone.wait()
+        writer.close()
+
+    async with await asyncio.start_server(hear, "127.0.0.1", 0) as silent:
+        with reserved_port() as held:
+            port, other = held.getsockname()[1], silent.sockets[0].getsockname()[1]
+            urls = (f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other}")
+            one = await fleet.another(port, replica=0, replica_urls=urls)
+            status, group = await post(f"{one.url}/v1/groups", n=8)
+        gone.set()
+    assert status == 200
+    assert all(each["base_url"].startswith(one.url) for each in group["trajectories"])
+    assert len(asked) == 1
+
+
 async def test_a_replica_that_does_not_answer_is_told_though_no_address_is_handed_out(
     fleets: Callable[..., Any],
 ) -> None:

@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
-from stepwell.gateway.config import GatewayConfig, Wiring
+from stepwell.gateway.config import LAST_START, GatewayConfig, Wiring
 from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
@@ -842,6 +843,54 @@ async def test_a_write_that_failed_keeps_its_place(
     assert list(consumer.groups(await consumer.items())) == [17]
 
 
+async def test_a_gateway_that_was_restarted_goes_on_with_the_groups_that_it_filled(
+    worlds: Callable[..., Any], tmp_path: Path
+):
+    world = await worlds(run_dir=tmp_path)
+    consumer = Consumer(world.url)
+    await consumer.start(skip_instance_ids=[18])
+    for uid in ("u0", "u1", "u2"):
+        assert (await consumer.post("/buffer/write", written(uid=uid)))[0] == 200
+    world = await worlds(run_dir=tmp_path, pool=world.pool)
+    consumer = Consumer(world.url)
+    items = [written(uid=uid) for uid in ("u2", "u0", "u3", "u4", "u5")]
+    items += [written(uid=uid, instance_id=18) for uid in ("v0", "v1")]
+    answers = await asyncio.gather(*(consumer.post("/buffer/write", item) for item in items))
+    assert {status for status, _ in answers} == {200}
+    groups = consumer.groups(await consumer.items())
+    assert list(groups) == [17, "17#1", "17#2"]
+    uids = [{item["uid"] for item in group} for group in groups.values()]
+    assert uids[0] == {"u0", "u1"}
+    assert set.union(*uids) == {f"u{i}" for i in range(6)}
+    assert statistics(world)["dropped_groups"] == {"skip_instance_ids": 1}
+
+
+async def test_an_instance_that_was_skipped_before_a_restart_is_served_after_it(
+    worlds: Callable[..., Any], tmp_path: Path
+):
+    world = await worlds(run_dir=tmp_path)
+    await Consumer(world.url).start(skip_instance_ids=[17])
+    for again in (False, True):
+        consumer = Consumer(world.url)
+        for i in range(2):
+            await consumer.post("/buffer/write", written(uid=f"u{again}{i}"))
+        assert len(await consumer.items()) == 2 * again
+        world = await worlds(run_dir=tmp_path, pool=world.pool)
+
+
+async def test_a_memory_of_the_last_start_that_is_damaged_is_told_and_begun_anew(
+    worlds: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    world = await worlds(run_dir=tmp_path)
+    await Consumer(world.url).start()
+    file = tmp_path / LAST_START
+    file.write_text(file.read_text().replace("2", "3", 1))
+    world = await worlds(run_dir=tmp_path, pool=world.pool)
+    assert statistics(world)["num_repeat_per_sample"] is None
+    assert str(file) in caplog.text
+    assert "POST /start_rollout" in caplog.text
+
+
 async def test_a_write_without_a_uid_that_found_no_room_takes_no_place_in_a_group(
     worlds: Callable[..., Any],
 ):
@@ -893,6 +942,7 @@ async def test_a_bad_start_is_refused_by_field(
         ({"instance_id": [1]}, "instance_id"),
         ({"reward": "1"}, "reward"),
         ({"reward": True}, "reward"),
+        ({"reward": 2e9}, "reward"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"extra_info": []}, "extra_info"),
         ({"tokens": None, "messages": []}, "messages"),

@@ -339,6 +339,26 @@ async def test_a_group_that_a_generator_calls_finished_and_not_valid_is_dropped(
     assert statistics(world)["dropped_groups"] == {"is_valid_group": 1}
 
 
+async def test_after_a_restart_a_generator_judges_what_there_is_and_its_end_is_told(
+    worlds: Callable[..., Any], tmp_path: Path
+):
+    path = tmp_path / "finished_generator.py"
+    path.write_text(FINISHED)
+    options: Any = {"rollout_generators": (str(path),), "run_dir": tmp_path}
+    world = await worlds(**options)
+    await Consumer(world.url).start(task_type="finished")
+    await rollouts(world, "same")
+    for reward in (0.0, 1.0):
+        await rollout(world, "differ", f"d{reward}", reward)
+    world = await worlds(pool=world.pool, **options)
+    consumer = Consumer(world.url)
+    assert [i["instance_id"] for i in await consumer.items()] == ["differ", "differ"]
+    assert statistics(world)["dropped_groups"] == {"is_valid_group": 1}
+    status, answer = await consumer.post("/get_rollout_data", {})
+    assert status == 500
+    assert "POST /start_rollout" in answer["error"]["message"]
+
+
 async def test_a_function_of_a_generator_that_fails_is_told_and_no_group_is_lost(
     worlds: Callable[..., Any], tmp_path: Path
 ):

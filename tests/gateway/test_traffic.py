@@ -768,6 +768,23 @@ async def test_a_full_channel_delays_no_agent(worlds: Any, agents: Any) -> None:
     assert len(world.stored()) == 2
 
 
+async def test_a_full_channel_that_says_so_in_time_is_no_pool_that_is_away(
+    worlds: Any, agents: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = ChannelConfig(max_queue_size=1, overflow="block")
+    config = PoolConfig(default=full)
+    world = await worlds(
+        pool_config=config, on_pool_failure="serve_unrecorded", queue_timeout_s=0.05
+    )
+    agent = agents(world)
+    for _ in range(2):
+        assert await agent.say(user("hi")) == "fine"
+        await agent.post("/v1/complete_trajectory", {"trajectory_uid": agent.headers[TRAJECTORY]})
+    assert (await recording(agent))["unrecorded"] == {"pool_failure": 1}
+    assert not any(isinstance(op, AbortTrajectory) for op in world.port.asked)
+    assert "max_queue_size" in caplog.text
+
+
 async def test_a_conversation_whose_group_was_served_is_answered_and_goes_on_in_another(
     worlds: Any, agents: Any
 ) -> None:

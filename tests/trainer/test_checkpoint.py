@@ -30,6 +30,7 @@ from stepwell.datapool.errors import DamagedFileError
 from stepwell.datapool.sealed import seal
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.types import Group
+from stepwell.gateway.config import LAST_START
 from stepwell.layout import CHECKPOINTS
 from stepwell.run.folder import begin, only_trainer_in
 from stepwell.run.serve import start_over
@@ -117,8 +118,10 @@ def test_a_run_is_not_started_over_while_a_pool_or_a_trainer_lives_in_its_folder
     with only_trainer_in(tmp_path), pytest.raises(ConfigError, match=r"trains in"):
         start_over(tmp_path)  # attached, it outlived the run that was served
     assert (tmp_path / "pool" / "pool.acked").exists()
+    (tmp_path / LAST_START).touch()
     start_over(tmp_path)
     assert not (tmp_path / "pool").exists()
+    assert not (tmp_path / LAST_START).exists()
 
 
 @pytest.mark.parametrize("shards", [1, 2])
