@@ -783,6 +783,23 @@ def test_a_deletion_reaches_what_a_pool_archived_whose_clock_is_ahead(run, how):
     assert b"secret" not in run.bytes_of_everything()
 
 
+@pytest.mark.parametrize("where", ["live", "waiting", "archived"])
+@pytest.mark.parametrize("named", [{"user_id": 42}, {"user": 42}, {"user": "", "user_id": "42"}])
+def test_a_user_whose_name_is_a_number_is_deleted_by_it(run, where, named):
+    run.pool("apply", OpenTrajectory("s", "p-s", 0, named))
+    run.turn("s", f"Keep {SECRET}", "I do.")
+    run.pool("complete_trajectory", "s", 1.0)
+    if where != "live":
+        run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    if where == "archived":
+        run.archive()
+        assert run.reader.find("s")[0]["user"] == "42"
+        assert run.reader.delete("user", "42") == ["s"]
+    else:
+        assert run.pool("apply", Delete(user="42")).trajectories == ("s",)
+    assert b"secret" not in run.bytes_of_everything()
+
+
 @pytest.mark.parametrize("group", ["is live", "waits", "was erased"])
 @pytest.mark.parametrize("how", ["trajectory_uid", "user", "tag"])
 def test_a_deletion_takes_a_late_step_that_waits(tmp_path, how, group):
