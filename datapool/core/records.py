@@ -308,9 +308,9 @@ class Remembered(OrderedDict[str, V], Generic[V]):
 
 
 def users_of(group: GroupRecord) -> frozenset[str]:
-    """The users that a group's trajectories are of."""
-    found = (user_of(record.metadata, group.metadata) for record in group.trajectories)
-    return frozenset(filter(None, found))
+    """The users that a group's trajectories are of; of one that has none yet, its own."""
+    found = [user_of(record.metadata, group.metadata) for record in group.trajectories]
+    return frozenset(filter(None, found or [user_of(group.metadata)]))
 
 
 class Records:
