@@ -376,6 +376,19 @@ def test_a_group_that_no_file_can_hold_holds_nothing_up(run, caplog):
     assert "no file can hold it" in caplog.text
 
 
+def test_rewards_that_no_file_can_hold_hold_nothing_up_after_a_restart_either(run):
+    run.train("t")
+    run.archive()
+    run.pool("set_reward", "t", 0.5, 2**31)
+    run.pool("set_reward", "t", 0.25)
+    config = run.pool.pool.config
+    run.caller.pool = run.pool = run.pool.restart(default=config.default, archive=config.archive)
+    while run.archive():
+        pass
+    assert [row["reward"] for row in run.reader.feedback("t")] == [0.25]
+    assert run.pool.pool.backlog["waiting"] == run.pool.pool.backlog["waiting_bytes"] == 0
+
+
 def test_a_run_that_starts_over_lists_what_its_own_trajectory_was(tmp_path):
     """An agent that names its trajectories gives the same names again."""
     for k, asked in enumerate(("first", "second")):
