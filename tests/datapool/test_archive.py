@@ -1356,3 +1356,26 @@ def test_what_waits_is_archived_after_a_salvage_or_named_in_its_report(tmp_path)
     counts = pool("get_statistics", "train")["groups"]
     assert (counts["acked"], counts["dropped"], counts["submitted"]) == (4, 1, 5)
     pool.journal.close()
+
+
+def test_a_late_step_whose_payload_is_damaged_holds_nothing_up_after_a_salvage(tmp_path):
+    run = Archived(tmp_path)
+    run.train("t")
+    run.turn("t", "And 3+3?", "It is 6.")
+    run.turn("t", "And 4+4?", "It is 8.")
+    run.pool.journal.close()
+    log = newest_segment(tmp_path / "pool")
+    data = bytearray(log.read_bytes())
+    data[data.index(b"And 3+3?")] ^= 1
+    log.write_bytes(data)
+    [report] = salvage(tmp_path / "pool")
+    assert any("payload of row" in line for line in report.lost)
+    config = run.pool.pool.config
+    pool = JournaledPool(tmp_path / "pool", default=config.default, archive=config.archive)
+    run.caller.pool = pool
+    while run.archive():
+        pass
+    assert pool.pool.backlog["waiting"] == 0
+    steps = run.reader.read("t").trajectory.steps
+    assert [s.metadata["messages"][1]["content"] for s in steps] == ["It is 4.", "It is 8."]
+    pool.journal.close()
