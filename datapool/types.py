@@ -523,8 +523,8 @@ class Trajectory:
 
 
 def user_of(*metadata: Mapping[str, Any]) -> str | None:
-    """The user that a trajectory is of: `user` or `user_id` of its metadata or its group's, else
-    who opened it.
+    """The user that a trajectory is of: `user` or `user_id` of its metadata or its group's, a text
+    or a number; else who opened it.
 
     Args:
         metadata: of the trajectory, and of its group.
@@ -532,8 +532,9 @@ def user_of(*metadata: Mapping[str, Any]) -> str | None:
     for keys in (("user", "user_id"), (OWNER,)):
         for each in metadata:
             for key in keys:
-                if isinstance(found := each.get(key), str):
-                    return found
+                found = each.get(key)
+                if isinstance(found, str | int) and not isinstance(found, bool) and found != "":
+                    return str(found)
     return None
 
 

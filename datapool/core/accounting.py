@@ -14,10 +14,19 @@ import msgspec
 
 OTHER_REASONS = "other"
 MAX_REASONS = 64
+REASON_CHARS = 300
+"""Characters of a reason that are counted and remembered: counts are written with every
+transaction; tombstones and events stay in memory."""
+
+
+def short(reason: str) -> str:
+    """A reason as far as it is counted and remembered."""
+    return reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 1] + "…"
 
 
 def count_reason(reasons: dict[str, int], reason: str) -> None:
-    """Count by reason. Producers choose the words, so the number of them is bounded."""
+    """Count by reason. Producers choose the words, so number and length of them are bounded."""
+    reason = short(reason)
     if reason not in reasons and len(reasons) >= MAX_REASONS:
         reason = OTHER_REASONS
     reasons[reason] = reasons.get(reason, 0) + 1

@@ -37,7 +37,7 @@ from stepwell.datapool.codec import PICTURES, Header, PackedGroup, PackedStep, P
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.core import limits
 from stepwell.datapool.core import log_rows as rows
-from stepwell.datapool.core.accounting import Counts, count_reason
+from stepwell.datapool.core.accounting import Counts, count_reason, short
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import Departures, GroupLog
 from stepwell.datapool.core.orders import KeyedOrder, NextTick, ReadyQueue
@@ -538,7 +538,8 @@ class Channel:
             group.n_final += 1
         self.counts.trajectories.open -= 1
         self._set_aside(group, record, closing)
-        self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=closing.aborted)
+        reason = short(closing.aborted or "")
+        self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=reason)
 
     def _set_aside(self, group: GroupRecord, record: TrajectoryRecord, closing: Closing) -> None:
         """Exclude a trajectory. Its steps are dropped; their rows go with the group's."""
@@ -1286,7 +1287,7 @@ class Channel:
         self._notice(
             "dropped",
             group.prompt_uid,
-            reason=reason,
+            reason=short(reason),
             returned=returned,
             complete=len(group.complete),
             metadata=dict(group.metadata) if returned else {},  # what nobody needs is not kept
@@ -1298,7 +1299,8 @@ class Channel:
         left = rows.GroupLeft(group.prompt_uid, how, closings)
         self.log.close(group, left, self.now, erased=erased)
         n_steps = self._forget(group)
-        self._remember(rows.GroupClosed(group.prompt_uid, how, closings))
+        kept = {uid: closing.remembered() for uid, closing in closings.items()}
+        self._remember(rows.GroupClosed(group.prompt_uid, short(how), kept))
         return n_steps
 
     def _forget(self, group: GroupRecord) -> int:

@@ -361,21 +361,22 @@ class GroupLog(RowLog):
 
     def keep_late(self, late: StepCameLate | RewardCameLate, now: float, payload: bytes) -> None:
         """Write what came too late, for the archive alone; nothing without one."""
-        n_bytes = ROW_COST + len(payload)
-        if self._departures.has_archive and self._departures.has_room(n_bytes):
+        departures = self._departures
+        if departures.has_archive and departures.has_room(ROW_COST + len(payload)):
             row = self.append(late, now, None, payload)
             if row is not None:
-                self.depart_late(late, row, n_bytes)
+                self.depart_late(late, row, len(payload))
 
-    def depart_late(self, late: StepCameLate | RewardCameLate, row: int, n_bytes: int) -> None:
-        """Leave a row of what came too late to the archive."""
+    def depart_late(self, late: StepCameLate | RewardCameLate, row: int, n_payload: int) -> None:
+        """Leave a row of what came too late, with so many bytes of payload, to the archive."""
         tags, users = frozenset[str](), frozenset[str]()
         if isinstance(late, StepCameLate):
             tags, users = frozenset(late.tags), frozenset(filter(None, [user_of(late.metadata)]))
             if late.pictures:
                 self.pictures.hold(self._channel, row, [*keys_of(late.pictures).values()])
         of = self._channel, late.prompt_uid, (late.trajectory_uid,)
-        self._departures.add(Departure(row, *of, array("q", [row]), n_bytes, tags, users))
+        cost = ROW_COST + n_payload
+        self._departures.add(Departure(row, *of, array("q", [row]), cost, tags, users))
 
     def erasure(self, group: GroupRecord, *uids: str) -> Erasure:
         """Return the changes of the group's rows that erase these trajectories.

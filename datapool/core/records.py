@@ -23,6 +23,7 @@ import msgspec
 from sortedcontainers import SortedDict
 
 from stepwell.datapool.codec import Header, PackedStep
+from stepwell.datapool.core.accounting import short
 from stepwell.datapool.errors import (
     TrajectoryConflictError,
     UnknownGroupError,
@@ -54,6 +55,12 @@ class Closing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def is_deleted(self) -> bool:
         return self.by == "pool" and self.aborted == DELETED
+
+    def remembered(self) -> Closing:
+        """The tombstone of a trajectory that was closed so."""
+        if self.aborted is None or self.aborted == (reason := short(self.aborted)):
+            return self
+        return msgspec.structs.replace(self, aborted=reason)
 
     def describe(self) -> str:
         """For messages."""
@@ -301,9 +308,9 @@ class Remembered(OrderedDict[str, V], Generic[V]):
 
 
 def users_of(group: GroupRecord) -> frozenset[str]:
-    """The users that a group's trajectories are of."""
-    found = (user_of(record.metadata, group.metadata) for record in group.trajectories)
-    return frozenset(filter(None, found))
+    """The users that a group's trajectories are of; of one that has none yet, its own."""
+    found = [user_of(record.metadata, group.metadata) for record in group.trajectories]
+    return frozenset(filter(None, found or [user_of(group.metadata)]))
 
 
 class Records:

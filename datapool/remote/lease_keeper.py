@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -237,10 +237,31 @@ class LeaseKeeper:
         for lease_id, held in list(self._leases.items()):
             if not held.prompt_uids <= self._settled:
                 continue
-            with suppress(*LOST):
-                await self._pool.ack(lease_id)
-                self._forget(held.prompt_uids)
+            if "+" in lease_id:
+                await self._ack_parts(lease_id, held)
+            else:
+                await self._ack(lease_id, held, held.prompt_uids)
             self._end(lease_id)
+
+    async def _ack_parts(self, lease_id: str, held: _Held) -> None:
+        """Ack a lease over several shards, of which one part alone may be lost."""
+        from stepwell.datapool.remote.shards import lease_parts
+
+        parts = lease_parts(lease_id, held.prompt_uids, len(self._pool.shards))
+        acks = (self._ack(part, held, of) for part, of in parts.items())
+        for answer in await asyncio.gather(*acks, return_exceptions=True):
+            if answer is not None:
+                raise answer
+
+    async def _ack(self, lease_id: str, held: _Held, of: Set[str]) -> None:
+        """Ack a lease, or the part of one that holds these groups."""
+        with suppress(*LOST):
+            await self._pool.ack(lease_id)
+            done = held.prompt_uids & of
+            self._forget(done)
+            held.prompt_uids -= done  # the rest is acked later, if its shard cannot be reached now
+            for uid in done:
+                del self._lease_of[uid]
 
     async def _renew_all(self) -> None:
         pause = self._lease_s / RENEWALS

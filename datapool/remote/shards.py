@@ -80,6 +80,23 @@ def shard_of(prompt_uid: object, n_shards: int) -> int:
     return crc32(prompt_uid.encode(errors="surrogatepass")) % n_shards
 
 
+def lease_parts(
+    lease_id: str, prompt_uids: Collection[str], n_shards: int
+) -> dict[str, frozenset[str]]:
+    """The parts of a lease over several shards, with the groups that each of them holds."""
+    found: dict[str, frozenset[str]] = {}
+    for part in lease_id.split("+"):
+        of = _shard_of_part(part)
+        found[part] = frozenset(uid for uid in prompt_uids if shard_of(uid, n_shards) == of)
+    return found
+
+
+def _shard_of_part(lease_id: str) -> int | None:
+    """The shard whose lease, or part of one, has this id; None: no shard gives such ids."""
+    number = lease_id.partition("-")[0].partition(".")[0]
+    return int(number) if is_number(number) else None
+
+
 class Shards:
     """The shards of a pool, as one.
 
@@ -324,13 +341,12 @@ class Shards:
         """Ask every shard that the lease is from, whatever becomes of the others."""
         calls: list[tuple[int, Op[Any]]] = []
         for part in str(op.lease_id).split("+"):
-            number = part.partition("-")[0].partition(".")[0]
-            if not (is_number(number) and int(number) < self.n):
+            if (number := _shard_of_part(part)) is None or number >= self.n:
                 raise UnknownLeaseError(
                     f"lease {op.lease_id!r} is unknown; it is not from this pool of {self.n} "
                     "shards: lease again"
                 )
-            calls.append((int(number), replace(op, lease_id=part)))
+            calls.append((number, replace(op, lease_id=part)))
         answers = await self._gather(self.shards[k].call(each) for k, each in calls)
         refused = [a for a in answers if isinstance(a, DataPoolError)]
         if refused and len(answers) > 1:

@@ -669,7 +669,7 @@ class _Groups:
             if number:
                 rows.setdefault((channel, number), []).append(row)
                 self.last[channel] = max(number, self.last.get(channel, 0))
-            else:
+            elif row not in log.damaged:  # a step that came late
                 self.kept.add(row)
         newest = {(key[0], uids.get(key)): key[1] for key in sorted(rows)}
         for (channel, number), own in sorted(rows.items()):

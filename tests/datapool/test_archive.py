@@ -376,6 +376,19 @@ def test_a_group_that_no_file_can_hold_holds_nothing_up(run, caplog):
     assert "no file can hold it" in caplog.text
 
 
+def test_rewards_that_no_file_can_hold_hold_nothing_up_after_a_restart_either(run):
+    run.train("t")
+    run.archive()
+    run.pool("set_reward", "t", 0.5, 2**31)
+    run.pool("set_reward", "t", 0.25)
+    config = run.pool.pool.config
+    run.caller.pool = run.pool = run.pool.restart(default=config.default, archive=config.archive)
+    while run.archive():
+        pass
+    assert [row["reward"] for row in run.reader.feedback("t")] == [0.25]
+    assert run.pool.pool.backlog["waiting"] == run.pool.pool.backlog["waiting_bytes"] == 0
+
+
 def test_a_run_that_starts_over_lists_what_its_own_trajectory_was(tmp_path):
     """An agent that names its trajectories gives the same names again."""
     for k, asked in enumerate(("first", "second")):
@@ -780,6 +793,23 @@ def test_a_deletion_reaches_what_a_pool_archived_whose_clock_is_ahead(run, how):
     run.archive()
     assert run.reader.delete(how, {"user": "eve", "tag": "private"}[how]) == ["s"]
     assert run.reader.find("s") == []
+    assert b"secret" not in run.bytes_of_everything()
+
+
+@pytest.mark.parametrize("where", ["live", "waiting", "archived"])
+@pytest.mark.parametrize("named", [{"user_id": 42}, {"user": 42}, {"user": "", "user_id": "42"}])
+def test_a_user_whose_name_is_a_number_is_deleted_by_it(run, where, named):
+    run.pool("apply", OpenTrajectory("s", "p-s", 0, named))
+    run.turn("s", f"Keep {SECRET}", "I do.")
+    run.pool("complete_trajectory", "s", 1.0)
+    if where != "live":
+        run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    if where == "archived":
+        run.archive()
+        assert run.reader.find("s")[0]["user"] == "42"
+        assert run.reader.delete("user", "42") == ["s"]
+    else:
+        assert run.pool("apply", Delete(user="42")).trajectories == ("s",)
     assert b"secret" not in run.bytes_of_everything()
 
 
@@ -1325,4 +1355,27 @@ def test_what_waits_is_archived_after_a_salvage_or_named_in_its_report(tmp_path)
     assert not pool.pool.channel("train").records.groups
     counts = pool("get_statistics", "train")["groups"]
     assert (counts["acked"], counts["dropped"], counts["submitted"]) == (4, 1, 5)
+    pool.journal.close()
+
+
+def test_a_late_step_whose_payload_is_damaged_holds_nothing_up_after_a_salvage(tmp_path):
+    run = Archived(tmp_path)
+    run.train("t")
+    run.turn("t", "And 3+3?", "It is 6.")
+    run.turn("t", "And 4+4?", "It is 8.")
+    run.pool.journal.close()
+    log = newest_segment(tmp_path / "pool")
+    data = bytearray(log.read_bytes())
+    data[data.index(b"And 3+3?")] ^= 1
+    log.write_bytes(data)
+    [report] = salvage(tmp_path / "pool")
+    assert any("payload of row" in line for line in report.lost)
+    config = run.pool.pool.config
+    pool = JournaledPool(tmp_path / "pool", default=config.default, archive=config.archive)
+    run.caller.pool = pool
+    while run.archive():
+        pass
+    assert pool.pool.backlog["waiting"] == 0
+    steps = run.reader.read("t").trajectory.steps
+    assert [s.metadata["messages"][1]["content"] for s in steps] == ["It is 4.", "It is 8."]
     pool.journal.close()

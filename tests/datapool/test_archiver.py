@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sqlite3
+import time
 from contextlib import closing, contextmanager, suppress
 
 import msgspec
@@ -14,6 +15,8 @@ import pytest
 import ray
 
 from stepwell.datapool import PoolConfig, client_of, start_shards
+from stepwell.datapool.clock import STATE as CLOCK
+from stepwell.datapool.clock import Clock, boot_id
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.files.archive.archiver import LATE_NICE, archive_stopped
 from stepwell.datapool.files.archive.launch import Settings, start
@@ -21,6 +24,7 @@ from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.remote.stopped import stopped_pool
+from stepwell.datapool.store.journal import Journal
 from tests.builders import step_of, until
 from tests.datapool.pools import PoolProcess, serving
 
@@ -72,6 +76,20 @@ async def test_an_archiver_that_is_killed_again_and_again_loses_nothing(tmp_path
     assert set(found) == {f"t{life}-{i}" for life in range(3) for i in range(10)}
     assert all(row["last"] == "re: said" for row in found.values())
     assert reader.check() == []
+
+
+async def test_what_leaves_a_pool_whose_clock_is_behind_is_kept_its_time(tmp_path):
+    """A pool does not count the time in which its machine was suspended."""
+    journal = Journal(tmp_path / "pool", "process")
+    journal.put_state(CLOCK, Clock(boot_id(), time.time() - 7200.0 - time.monotonic()).dump())
+    journal.close()
+    async with serving(config_of(tmp_path), tmp_path / "pool") as (service, address):
+        with archiving(service, address, tmp_path, keep_s=3600.0):
+            for uid in ("a", "b", "c"):  # each in a file of its own; then the oldest ones go
+                await train(DataPoolClient([LocalShard(service)]), uid)
+                await all_archived(service)
+    found = ArchiveReader(tmp_path / "archive").rows().items
+    assert {row["uid"] for row in found} == {"a", "b", "c"}
 
 
 def priorities(pid):

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import count
 from typing import Any
 
 import pytest
 
 import stepwell.datapool.remote.lease_keeper
-from stepwell.datapool import DataPoolClient, Lease
+from stepwell.datapool import DataPoolClient, Lease, PoolConfig
+from stepwell.datapool.errors import PoolUnavailableError
 from stepwell.datapool.remote.lease_keeper import USED, LeaseKeeper, by_lease
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.shard import LocalShard
+from stepwell.datapool.remote.shards import shard_of
 from stepwell.datapool.types import Group
 from tests.builders import step_of, until
 
@@ -103,6 +106,50 @@ async def test_a_settled_group_that_no_lease_holds_is_dropped_with_a_reason() ->
     assert await keeper.settle("a") == []
     assert await pool.drop_reasons() == {USED: 1}
     assert await pool.counts() == {"ready": 1, "dropped": 1}
+
+
+async def test_of_a_lease_over_shards_the_groups_whose_part_is_held_are_acked() -> None:
+    config = PoolConfig(shards=2, durability="none")
+    shards = [LocalShard(PoolService(config, shard=k)) for k in range(2)]
+    pool = DataPoolClient(shards)
+    both = [next(uid for uid in map(str, count()) if shard_of(uid, 2) == k) for k in range(2)]
+    keeper = LeaseKeeper(pool, "train", 600.0)
+    for uid in both:
+        await pool.submit_step(step_of(uid, uid, is_last=True))
+    assert await keeper.lease(2) is not None
+    await DataPoolClient(shards[1:]).release_leases("train", "ran out")
+    assert await keeper.settle(both) == [], "nobody else had any"
+    groups = (await pool.get_statistics("train"))["groups"]
+    assert (groups["acked"], groups["drop_reasons"]) == (1, {USED: 1})
+    assert not keeper.held
+    assert not keeper.settled
+
+
+async def test_of_a_lease_over_shards_the_part_of_one_that_was_away_is_acked_later() -> None:
+    class Away(LocalShard):
+        is_away = False
+
+        def call(self, op: Any, timeout_s: float | None = 0.0) -> Any:
+            if self.is_away:
+                raise PoolUnavailableError("it is starting")
+            return super().call(op, timeout_s)
+
+    config = PoolConfig(shards=2, durability="none")
+    shards = [Away(PoolService(config, shard=k)) for k in range(2)]
+    pool = DataPoolClient(shards)
+    both = [next(uid for uid in map(str, count()) if shard_of(uid, 2) == k) for k in range(2)]
+    keeper = LeaseKeeper(pool, "train", 600.0)
+    for uid in both:
+        await pool.submit_step(step_of(uid, uid, is_last=True))
+    assert await keeper.lease(2) is not None
+    shards[1].is_away = True
+    with pytest.raises(PoolUnavailableError):
+        await keeper.settle(both)
+    shards[1].is_away = False
+    assert await keeper.settle(both) == []
+    assert (await pool.get_statistics("train"))["groups"]["acked"] == 2
+    assert not keeper.held
+    assert not keeper.settled
 
 
 async def test_a_settled_group_that_was_on_its_way_here_is_acked_when_it_arrives() -> None:

@@ -178,6 +178,18 @@ def test_all_that_has_a_tag_goes_in_every_channel(pool):
     assert pool.groups()["open"] == pool.groups("val")["open"] == 1
 
 
+def test_a_group_that_was_only_declared_goes_with_its_user(pool):
+    for uid, user in (("p", "eve"), ("q", "bob")):
+        task = {"user": user, "question": f"a question of {user}"}
+        pool("open_group", uid, 2, metadata=task)
+    assert pool("delete", user="eve") == Deleted()
+    assert pool.groups()["drop_reasons"] == {"deleted": 1}
+    assert pool("open_trajectory", "t", "p") == "late"
+    pool.later(0)
+    assert not pool.holds("a question of eve")
+    assert pool.holds("a question of bob")
+
+
 def test_many_with_a_tag_go_a_few_at_a_time(pool):
     for i in range(400):
         pool.say(f"t{i}", f"p{i}", "text")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.datapool.conftest import JournaledPool
+
 
 def test_statistics_come_per_channel_and_asking_makes_none(pool):
     assert set(pool.get_statistics()) == {"train", "val"}
@@ -59,3 +61,26 @@ def test_response_tokens_are_counted_once_and_for_good(pool, make_step):
     assert pool.stats()["tokens"]["responses"] == n > 0
     pool.abort_trajectory("a", "crash")
     assert pool.stats()["tokens"]["responses"] == n
+
+
+def test_a_long_reason_is_counted_by_its_beginning_and_is_not_in_every_transaction(tmp_path):
+    """An agent sends what it likes, and counts are written with every change."""
+    pool = JournaledPool(tmp_path)
+    reason = "crash: " + "x" * 1_000_000
+    pool("open_trajectory", "t", "p")
+    pool("abort_trajectory", "t", reason)
+    for i in range(20):
+        pool("open_trajectory", f"t{i}", "p")
+    (counted,) = pool("get_statistics", "train")["trajectories"]["abort_reasons"]
+    assert reason.startswith(counted.removesuffix("…"))
+    assert len(counted) <= 300
+    assert pool("list_trajectories", trajectory_uid="t").items[0].reason == reason
+    assert pool.journal.statistics()["file_bytes"] < 2_000_000
+    pool("drop_group", "p", "why: " + reason)
+    pool.later(0)
+    pool.erase()
+    assert not pool.holds("x" * 1000), "what is remembered of it is short, too"
+    events = pool.pool.events.after(None).events
+    assert all(len(event.data["reason"]) <= 300 for event in events)
+    assert pool("why_closed", "t").startswith("it was aborted (crash: xxx")
+    pool.journal.close()

@@ -33,6 +33,8 @@ import msgspec
 import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 from xxhash import xxh3_128_hexdigest
 
+from stepwell.datapool.clock import STATE as CLOCK
+from stepwell.datapool.clock import Clock
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import DamagedFileError, DataPoolError, ExportError
 from stepwell.datapool.files.archive import parquet
@@ -56,7 +58,7 @@ from stepwell.datapool.remote.stopped import StoppedShard
 from stepwell.datapool.remote.wire import PoolAddress
 from stepwell.datapool.selection import Marks
 from stepwell.datapool.store.picture_folder import PICTURES as STORE
-from stepwell.datapool.store.reading import rows_at_places
+from stepwell.datapool.store.reading import rows_at_places, states_of
 from stepwell.datapool.store.segments import Row
 
 logger = logging.getLogger(__name__)
@@ -574,6 +576,8 @@ async def run(settings: Settings) -> None:
     """Archive what waits until the pool is gone."""
     idle, late = _thread(_be_idle), _thread(os.nice, LATE_NICE)
     archive, pool = await idle(open_sound, settings), _RunningShard(settings)
+    # What left says when by the pool's clock, which does not count a machine's suspension.
+    clock = Clock.resume(states_of(Path(settings.journal)).get(CLOCK), 0.0)
     words_left_at: float | None = time.monotonic()  # of one that was killed before
     while True:
         began = time.monotonic()
@@ -588,7 +592,7 @@ async def run(settings: Settings) -> None:
             if not await archive_waiting(archive, pool, run):
                 rest_s = INTERVAL_S
             with archive.folder.locked(settings.shard):
-                for name in await run(archive.trim, time.time()):  # first: none damaged is merged
+                for name in await run(archive.trim, clock.now()):  # first: none damaged is merged
                     logger.info("archive: %s is beyond pool.archive's bounds and was removed", name)
                     words_left_at = words_left_at or began
                 await run(archive.merge)

@@ -498,7 +498,7 @@ class ArchiveReader:
             if channel in (None, row["channel"])
         ]
         whole = [row for row in rows if not row["part"] and attempt in (None, row["attempt"])]
-        if not rows:
+        if not whole and (attempt is not None or not rows):
             return None
         head = max(whole or rows, key=lambda row: (row["attempt"], row["time"] or 0.0))
         chosen = _with_parts(head, [row for row in rows if row["channel"] == head["channel"]])
