@@ -12,16 +12,10 @@ from __future__ import annotations
 
 import msgspec
 
+from stepwell.datapool.core.records import short
+
 OTHER_REASONS = "other"
 MAX_REASONS = 64
-REASON_CHARS = 300
-"""Characters of a reason that are counted and remembered: counts are written with every
-transaction; tombstones and events stay in memory."""
-
-
-def short(reason: str) -> str:
-    """A reason as far as it is counted and remembered."""
-    return reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 1] + "…"
 
 
 def count_reason(reasons: dict[str, int], reason: str) -> None:

@@ -37,7 +37,7 @@ from stepwell.datapool.codec import PICTURES, Header, PackedGroup, PackedStep, P
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.core import limits
 from stepwell.datapool.core import log_rows as rows
-from stepwell.datapool.core.accounting import Counts, count_reason, short
+from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.erasure import only_owner
 from stepwell.datapool.core.group_log import Departures, GroupLog
 from stepwell.datapool.core.orders import KeyedOrder, NextTick, ReadyQueue
@@ -60,6 +60,7 @@ from stepwell.datapool.core.records import (
     Readiness,
     Records,
     TrajectoryRecord,
+    short,
     users_of,
 )
 from stepwell.datapool.core.steps import StepStore

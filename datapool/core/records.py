@@ -23,7 +23,6 @@ import msgspec
 from sortedcontainers import SortedDict
 
 from stepwell.datapool.codec import Header, PackedStep
-from stepwell.datapool.core.accounting import short
 from stepwell.datapool.errors import (
     TrajectoryConflictError,
     UnknownGroupError,
@@ -417,3 +416,13 @@ class Records:
             del self.tagged[tag][group.prompt_uid]
             if not self.tagged[tag]:
                 del self.tagged[tag]
+
+
+REASON_CHARS = 300
+"""Characters of a reason that are counted and remembered: counts are written with every
+transaction; tombstones and events stay in memory."""
+
+
+def short(reason: str) -> str:
+    """A reason as far as it is counted and remembered."""
+    return reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 1] + "…"
