@@ -78,7 +78,7 @@ class Check(NamedTuple):
 
 
 def is_number(text: str) -> bool:
-    """Whether a part of a cursor is a number that one of ours can hold."""
+    """True if a part of a cursor is a number that one of ours can hold."""
     return text.isascii() and text.isdigit() and len(text) < 20
 
 

@@ -79,9 +79,9 @@ def declared(**fields: Any) -> list[dict[str, Any]]:
 
 
 LONGEST = "a b " * 3_145_000
-"""As much as a body of text may have."""
+"""Text as long as a body of text may be."""
 LONGER = "a b " * 8_388_000
-"""As much as any body may have by `gateway.max_body_bytes`."""
+"""Text as long as any body may be by `gateway.max_body_bytes`."""
 TEXT = {"type": "text", "text": "a"}
 A = {"text": "a"}
 HOSTILE: dict[str, tuple[str, Callable[[], Any]]] = {

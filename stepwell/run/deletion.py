@@ -119,7 +119,7 @@ def delete_copied(
 
 
 def _keeps_nothing(run_dir: Path) -> bool:
-    """Whether the pool of the run in `run_dir` had no journal while it was alive."""
+    """True if the pool of the run in `run_dir` had no journal while it was alive."""
     durability: str | None = read_run(run_dir).config.get("pool", {}).get("durability")
     return durability == "none"
 

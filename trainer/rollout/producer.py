@@ -274,8 +274,8 @@ class Producer(GroupProducer):
         return uids
 
     async def _run_beside(self, drops: asyncio.Task[None], limit: int | None) -> None:
-        """As `_run`; fails also if `drops` does, for then what the pool drops would keep its place
-        and its prompt."""
+        """Run as `_run` does; fail also if `drops` does, for then what the pool drops would keep
+        its place and its prompt."""
         run = asyncio.create_task(self._run(limit), name="producer")
         try:
             await asyncio.wait({run, drops}, return_when=asyncio.FIRST_COMPLETED)

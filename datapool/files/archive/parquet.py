@@ -460,8 +460,8 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
 
 
 def _served(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What the outcome makes of the last step of a complete trajectory, by its index; empty where
-    there is none."""
+    """Changes that the outcome makes to the last step of a complete trajectory, by its index; empty
+    where there is none."""
     head = rows[0]
     if head["state"] != "complete" or head["outcome"] is None or not head["steps"]:
         return {}
