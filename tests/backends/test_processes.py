@@ -148,7 +148,7 @@ async def test_a_job_is_ended_whatever_its_processes_are_called(tmp_path: Path) 
 
 LOOKS = """
 import builtins, json, os, subprocess, sys
-from stepwell.backends.child import contents
+from stepwell.backends import child
 grandchild = "import subprocess; subprocess.Popen(['sleep', '600']); print(flush=True); input()"
 argv = [sys.executable, "-c", grandchild]
 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

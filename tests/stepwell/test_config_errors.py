@@ -107,7 +107,7 @@ def test_overrides_may_stand_before_and_after_options() -> None:
         ("logging.project=team/mine", "logging.project: is 'team/mine', and wandb takes no /"),
         ("rollout=null", "rollout is null; it should be a section"),
         ("rollout=3", "rollout is 3; it should be a section"),
-        ("backend.betas=[1]", "backend.betas"),
+        ("backend.betas=[0.9]", "backend.betas"),
         ("model.path=${modl.path}", "model.path: Interpolation key 'modl.path' not found"),
         ("model.path=???", "model.path: Missing mandatory value"),
         ("stepwell.dir=x", "stepwell is not a known key"),
