@@ -38,6 +38,14 @@ NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 _INDEX = attrgetter("step_index")
 DELETED: Final = "deleted"
 """Why a trajectory was closed, or a group dropped, whose data somebody wants gone."""
+REASON_CHARS = 300
+"""Characters of a reason that are counted and remembered: counts are written with every
+transaction; tombstones and events stay in memory."""
+
+
+def short(reason: str) -> str:
+    """A reason as far as it is counted and remembered."""
+    return reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 1] + "…"
 
 
 class Closing(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -416,13 +424,3 @@ class Records:
             del self.tagged[tag][group.prompt_uid]
             if not self.tagged[tag]:
                 del self.tagged[tag]
-
-
-REASON_CHARS = 300
-"""Characters of a reason that are counted and remembered: counts are written with every
-transaction; tombstones and events stay in memory."""
-
-
-def short(reason: str) -> str:
-    """A reason as far as it is counted and remembered."""
-    return reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 1] + "…"

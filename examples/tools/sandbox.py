@@ -42,7 +42,7 @@ class PythonSandbox(Tool):
         try:
             for name, text in (files or {}).items():
                 (folder / Path(name).name).write_text(text, encoding="utf-8")
-        except BaseException:
+        except BaseException:  # whatever stops it, nobody else knows the folder
             remove(folder)
             raise
         self._folders[instance_id] = folder

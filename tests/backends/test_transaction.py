@@ -229,7 +229,7 @@ async def test_one_that_stays_silent_stays_paused(store: WeightStore) -> None:
 async def test_one_that_was_left_out_is_not_taken_back_behind_a_version_that_came_meanwhile(
     store: WeightStore,
 ) -> None:
-    """Who waited for the lock, a roll-back, publishes before the first brings its replica back."""
+    """A roll-back that waited for the lock publishes before the first brings its replica back."""
     *_, c = replicas = three(store)
     c.fails["load 1"] = EngineTimeoutError("no answer")
 

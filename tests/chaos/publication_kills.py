@@ -395,7 +395,7 @@ class Trainer(NamedTuple):
         self.progress.updates += 1
 
     async def adopt(self) -> None:
-        """As before each batch; with the checkpoint after it."""
+        """Adopt a roll-back, as before each batch, with the checkpoint after it."""
         if await self.publisher.adopt():
             await self.publisher.saved(self.progress.version)
 

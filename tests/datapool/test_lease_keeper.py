@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -19,6 +19,8 @@ from stepwell.datapool.remote.shard import LocalShard
 from stepwell.datapool.remote.shards import shard_of
 from stepwell.datapool.types import Group
 from tests.builders import step_of, until
+
+S = TypeVar("S", bound=LocalShard)
 
 
 class Pool(DataPoolClient):
@@ -108,15 +110,21 @@ async def test_a_settled_group_that_no_lease_holds_is_dropped_with_a_reason() ->
     assert await pool.counts() == {"ready": 1, "dropped": 1}
 
 
-async def test_of_a_lease_over_shards_the_groups_whose_part_is_held_are_acked() -> None:
+async def leased_over_two(kind: type[S]) -> tuple[list[S], DataPoolClient, LeaseKeeper, list[str]]:
+    """Two shards, and a keeper that holds a lease of one group of each."""
     config = PoolConfig(shards=2, durability="none")
-    shards = [LocalShard(PoolService(config, shard=k)) for k in range(2)]
+    shards = [kind(PoolService(config, shard=k)) for k in range(2)]
     pool = DataPoolClient(shards)
     both = [next(uid for uid in map(str, count()) if shard_of(uid, 2) == k) for k in range(2)]
     keeper = LeaseKeeper(pool, "train", 600.0)
     for uid in both:
         await pool.submit_step(step_of(uid, uid, is_last=True))
     assert await keeper.lease(2) is not None
+    return shards, pool, keeper, both
+
+
+async def test_of_a_lease_over_shards_the_groups_whose_part_is_held_are_acked() -> None:
+    shards, pool, keeper, both = await leased_over_two(LocalShard)
     await DataPoolClient(shards[1:]).release_leases("train", "ran out")
     assert await keeper.settle(both) == [], "nobody else had any"
     groups = (await pool.get_statistics("train"))["groups"]
@@ -134,14 +142,7 @@ async def test_of_a_lease_over_shards_the_part_of_one_that_was_away_is_acked_lat
                 raise PoolUnavailableError("it is starting")
             return super().call(op, timeout_s)
 
-    config = PoolConfig(shards=2, durability="none")
-    shards = [Away(PoolService(config, shard=k)) for k in range(2)]
-    pool = DataPoolClient(shards)
-    both = [next(uid for uid in map(str, count()) if shard_of(uid, 2) == k) for k in range(2)]
-    keeper = LeaseKeeper(pool, "train", 600.0)
-    for uid in both:
-        await pool.submit_step(step_of(uid, uid, is_last=True))
-    assert await keeper.lease(2) is not None
+    shards, pool, keeper, both = await leased_over_two(Away)
     shards[1].is_away = True
     with pytest.raises(PoolUnavailableError):
         await keeper.settle(both)

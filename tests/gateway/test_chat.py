@@ -623,7 +623,7 @@ async def test_fields_that_say_nothing_about_the_completion_are_ignored(world: A
 async def test_arguments_that_nest_deeply_are_shown_whatever_they_are(
     levels: int, world: Any
 ) -> None:
-    """Of some levels Python could read, and not compare, the objects."""
+    """Python can read objects of some depths and not compare them."""
     client = await world.client()
     arguments = '{"a":' * levels + "1" + "}" * levels
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}

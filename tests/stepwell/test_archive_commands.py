@@ -260,7 +260,7 @@ def test_a_user_goes_on_after_a_deletion_where_the_pools_clock_is_behind(
 
 
 def test_what_is_imported_is_deleted_by_its_user(tmp_path: Path, capsys: Capture) -> None:
-    """Of whom the group's metadata said it was, which is not in the files."""
+    """The group's metadata named the user, and is not in the files."""
     folder = tmp_path / "old"
     folder.mkdir()
     begin(load_config("quickstart", [f"run.dir={folder}", "run.name=old"]))

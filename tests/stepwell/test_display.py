@@ -160,7 +160,7 @@ def test_text_of_agents_moves_no_cursor_and_turns_no_line_around() -> None:
 
 
 def test_a_run_goes_on_when_its_terminal_was_closed(tmp_path: Path) -> None:
-    """As after `stepwell train &`, `disown` and `exit`."""
+    """It is so after `stepwell train &`, `disown` and `exit`."""
     script = """
 from stepwell.track.console import Display
 from stepwell.track.output import print_line

@@ -346,7 +346,7 @@ sys.exit(main(["doctor"]))
 
 
 def test_an_environment_without_what_the_doctor_needs_is_told_all_that_it_lacks() -> None:
-    """As docs/install.md has it: installed with --no-deps, beside another package's pins."""
+    """Installed with --no-deps, beside another package's pins, as docs/install.md has it."""
     done = subprocess.run(
         [sys.executable, "-c", LACKING], capture_output=True, text=True, check=False
     )

@@ -92,7 +92,7 @@ async def test_what_no_run_wrote_is_not_removed(tmp_path: Path, resume: str, nam
 
 
 async def test_what_is_on_another_disk_is_not_gone_on_from_by_a_start_over(tmp_path: Path) -> None:
-    """What is linked to is not removed: the folder of a run may be a copy, with the links."""
+    """Links are not followed to remove: the folder of a run may be a copy, with its links."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     (disk / "step_100").mkdir(parents=True)
     run.mkdir()

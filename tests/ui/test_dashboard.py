@@ -520,12 +520,18 @@ async def test_a_table_of_runs_has_each_column_once(shown: Demo, http: httpx.Asy
     assert table.text.splitlines()[0] == "run,step,tokens,seconds,loss,reward/mean"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
 async def test_a_folder_of_somebody_else_beside_the_runs_is_passed_by(
-    shown: Demo, http: httpx.AsyncClient
+    shown: Demo, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = shown.run_dir.parent / "lost+found"
-    theirs.mkdir(mode=0)
+    theirs, stat = shown.run_dir.parent / "lost+found", Path.stat
+    theirs.mkdir()
+
+    def refused(path: Path, **how: Any) -> os.stat_result:  # root would be let in
+        if path.parent == theirs:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refused)
     try:
         assert shown.run_dir.name in (await ok(http, "runs"))["runs"]
     finally:

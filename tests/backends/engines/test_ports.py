@@ -74,7 +74,7 @@ def test_a_block_is_held_until_it_is_released() -> None:
 def test_ports_are_found_where_the_system_hands_nearly_all_of_them_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a busy server is often set: net.ipv4.ip_local_port_range = 1024 65535."""
+    """Busy servers are often set so: net.ipv4.ip_local_port_range = 1024 65535."""
     handed_out = tmp_path / "ip_local_port_range"
     handed_out.write_text("1024\t65535\n")
     monkeypatch.setattr("stepwell.backends.engines.ports.SYSTEMS_PORTS", handed_out)
