@@ -109,7 +109,8 @@ async def test_an_archiver_is_idle_beside_its_pool(tmp_path):
             await train(DataPoolClient([LocalShard(service)]), "t")
             await all_archived(service)
             assert (os.SCHED_IDLE, 19) in priorities(process.pid)
-            assert {policy for policy, nice in priorities(process.pid) if nice} == {os.SCHED_IDLE}
+            lowered = {policy for policy, nice in priorities(process.pid) if nice > os.nice(0)}
+            assert lowered == {os.SCHED_IDLE}
             assert os.getsid(process.pid) == os.getsid(0)
             assert os.getpgid(process.pid) == process.pid  # Ctrl-C is for the pool
 
@@ -119,7 +120,7 @@ async def test_an_archiver_that_is_late_waits_for_no_idle_processor(tmp_path):
         with archiving(service, address, tmp_path, patience_bytes=0) as process:
             await train(DataPoolClient([LocalShard(service)]), "t")
             await all_archived(service)
-            assert (os.SCHED_OTHER, LATE_NICE) in priorities(process.pid)
+            assert (os.SCHED_OTHER, min(19, os.nice(0) + LATE_NICE)) in priorities(process.pid)
 
 
 async def test_nothing_acknowledged_is_missing_when_pool_and_archiver_are_killed(tmp_path):
