@@ -26,8 +26,8 @@ line.
                                                          losses, estimators, off-policy methods
 
 Exit codes: 0 done; 1 it failed; 2 the command line or the configuration is wrong, or names what is
-not there; 130 interrupted by Ctrl-C or SIGTERM (everything that was started has been stopped); a
-second one ends it at once.
+not there; 130 interrupted by Ctrl-C, SIGTERM or a terminal that closes (everything that was started
+has been stopped); a second Ctrl-C or SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from stepwell.cli.look import (
     console,
     print_json,
 )
+from stepwell.cluster.signals import stopping_signals
 from stepwell.track.output import print_line
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, NoCheckpointError, TrainerError
 from stepwell.version import __version__
@@ -475,12 +476,14 @@ def _backends(args: argparse.Namespace) -> None:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does inside the block, also while modules are imported."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM and SIGHUP do what Ctrl-C does inside the block, also while modules are imported."""
+    numbers = set(stopping_signals()) - {signal.SIGINT}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class InterruptedWhileError(Exception):
@@ -489,8 +492,9 @@ class InterruptedWhileError(Exception):
 
 
 async def interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """The first SIGINT or SIGTERM cancels `work`, whose `finally` blocks stop what was started. The
-    second ends this process at once; the rest is killed by the run's `ProcessGuard`.
+    """The first of `stopping_signals` cancels `work`, whose `finally` blocks stop what was started.
+    A second one ends this process at once, and the rest is killed by the run's `ProcessGuard`; but
+    for SIGHUP, which a terminal that closes sends twice: by the kernel and by its shell.
 
     Raises:
         InterruptedWhileError: `work` was interrupted, and failed.
@@ -502,13 +506,15 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         if interrupted:
+            if number == signal.SIGHUP:
+                return
             _write_error(b"stepwell: interrupted twice; ended at once\n")
             os._exit(130)
         interrupted = True
         _write_error(b"stepwell: stopping; once more ends it at once\n")
         loop.call_soon_threadsafe(task.cancel, INTERRUPTED)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in stopping_signals()}
     try:
         return await task
     except Exception as e:

@@ -36,6 +36,7 @@ from ray._private.authentication.authentication_token_setup import (
 
 from stepwell.cluster.address import RayPart, find_ray
 from stepwell.cluster.guard import VARIABLE, ProcessGuard, runs
+from stepwell.cluster.signals import STOPPING, stopping_signals
 from stepwell.errors import RunUnavailableError
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, RayEndedError
 from stepwell.trainer.threads import in_thread
@@ -132,15 +133,18 @@ def _few_processes() -> Iterator[None]:
 @contextmanager
 def _our_signals() -> Iterator[None]:
     """Handlers stay ours. Ray puts its own in the place of SIGTERM's: in Python one that ends the
-    process before anything is stopped or saved, in C++ one that prints a stack and aborts."""
+    process before anything is stopped or saved, in C++ one that prints a stack and aborts. Ray's
+    processes never see the SIGHUP of a terminal that closes: this one stops them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in STOPPING}
     theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # which they inherit
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         utils.set_sigterm_handler = theirs
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -152,7 +156,7 @@ def _ends_at_once() -> Iterator[None]:
     processes may have had the same signal, and `ray.init` waits for a dead GCS for a minute.
 
     Raises:
-        CancelledError: SIGINT or SIGTERM came.
+        CancelledError: one of `stopping_signals` came.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -162,7 +166,7 @@ def _ends_at_once() -> Iterator[None]:
         before[signal.Signals(number)](number, frame)
         raise asyncio.CancelledError(INTERRUPTED)
 
-    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found = {number: signal.getsignal(number) for number in stopping_signals()}
     before = {number: handler for number, handler in found.items() if callable(handler)}
     for number in before:
         signal.signal(number, stop)

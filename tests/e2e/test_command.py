@@ -86,11 +86,12 @@ def interrupt(folder: Path, number: signal.Signals, *overrides: str) -> Interrup
                 pytest.fail(f"training never started:\n{log.read_text()}")
             time.sleep(0.1)
         children = psutil.Process(process.pid).children(recursive=True)
-        if number == signal.SIGINT:
-            # To the whole foreground group, as a terminal does.
-            os.killpg(process.pid, number)
-        else:
+        if number == signal.SIGTERM:
             os.kill(process.pid, number)
+        else:  # to the whole foreground group, as a terminal does
+            os.killpg(process.pid, number)
+        if number == signal.SIGHUP:
+            os.kill(process.pid, number)  # and its shell
         process.join(120)
         status = process.exitcode
     finally:
@@ -149,8 +150,15 @@ def test_an_interrupted_run_saves_and_leaves_no_process(interrupted: Interrupted
 
 
 @pytest.mark.long
-def test_a_terminated_run_saves_and_leaves_no_process(tmp_path: Path) -> None:
-    check_interrupted(interrupt(tmp_path, signal.SIGTERM))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_run_saves_and_leaves_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the run would inherit that of `nohup`
+    try:
+        check_interrupted(interrupt(tmp_path, number))
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Resumed) -> None:

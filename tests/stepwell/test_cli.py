@@ -194,6 +194,48 @@ async def test_a_command_that_fails_while_it_is_interrupted_says_so_in_one_line(
         await interruptible(work())
 
 
+@pytest.fixture
+def closes_with_its_terminal() -> Iterator[None]:
+    """Who runs the tests may ignore SIGHUP (`nohup`)."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+async def test_a_terminal_that_closes_interrupts_a_command_that_goes_on_to_its_end(
+    closes_with_its_terminal: None,
+) -> None:
+    """The kernel sends one SIGHUP, and the terminal's shell another."""
+    saved = list[tuple[object, ...]]()
+
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as e:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0)
+            saved.append(e.args)
+            raise
+
+    with pytest.raises(asyncio.CancelledError):
+        await interruptible(work())
+    assert saved == [(INTERRUPTED,)]
+
+
+async def test_a_command_whose_user_ignores_sighup_goes_on_without_its_terminal() -> None:
+    async def work() -> str:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        return "done"
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert await interruptible(work()) == "done"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

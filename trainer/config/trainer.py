@@ -21,8 +21,8 @@ class TrainerConfig(Section):
     """Prompts per optimizer step, each with `rollout.n` rollouts."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Optimizer steps between checkpoints. Groups are acked with the checkpoint that holds them.
-    Ctrl-C (or SIGTERM) lets the batch that is trained end and saves one, too; a second one ends the
-    run at once."""
+    Ctrl-C (or SIGTERM, or a terminal that closes) lets the batch that is trained end and saves one,
+    too; a second one ends the run at once."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept on disk."""
     keep_best: int = Field(default=0, ge=0)
