@@ -88,8 +88,11 @@ class Layer:
         return len(parts)
 
 
-def find_config(name: str, beside: Path = Path()) -> Path:
+def find_config(name: str, beside: Path = Path(), extended_by: Path | None = None) -> Path:
     """The YAML file called `name`: a path from the folder `beside`, or a preset's name.
+
+    Args:
+        extended_by: file that is over it; a preset of ours may have its name.
 
     Raises:
         ConfigError: there is none; with the nearest preset and all of them.
@@ -97,7 +100,8 @@ def find_config(name: str, beside: Path = Path()) -> Path:
     if (path := beside / at_home(Path(name))).is_file():
         return path
     for folder in PRESET_DIRS:
-        if (preset := folder / f"{name}.yaml").is_file():
+        preset = folder / f"{name}.yaml"
+        if preset.is_file() and not (extended_by and preset.samefile(extended_by)):
             return preset
     if path.is_dir():
         raise ConfigError(f"is {name!r}, a folder; name a YAML file in it")
@@ -520,7 +524,7 @@ def _read_files(path: Path, above: tuple[Path, ...]) -> list[Layer]:
             f"{path}: extends is {base!r}; write the name of one preset, or a path from this file"
         )
     try:
-        found = find_config(base, path.parent)
+        found = find_config(base, path.parent, path)
     except ConfigError as e:
         raise ConfigError(f"{path}: extends {e}") from None
     return [*_read_files(found, (*above, path)), Layer(path, values)]

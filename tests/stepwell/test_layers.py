@@ -82,6 +82,17 @@ def test_three_lines_on_top_of_a_preset_are_a_configuration(
     assert config.model.path.is_dir()
 
 
+def test_a_preset_of_the_working_folder_may_extend_ours_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text("extends: quickstart\nrun: {name: own}\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config("quickstart")
+    assert config.run.name == "own"
+    assert config.trainer.total_steps == 40
+
+
 def test_a_file_extends_a_path_beside_it_through_several_steps(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("extends: quickstart\nrun: {name: a}\nrollout: {n: 3}\n")
     (tmp_path / "deep").mkdir()
