@@ -128,16 +128,23 @@ async def test_a_trainer_that_goes_on_keeps_no_word_of_what_was_deleted(
     def places() -> list[Path]:
         return [tmp_path / "archive", *copies_in(tmp_path)]
 
+    def of_others() -> list[str]:
+        """What was trained of who stays."""
+        words = [w for talk in talkers.talks if talk.user != FORGOTTEN for w in talk.words]
+        return bytes_of(words, tmp_path / "trained")
+
+    def has_enough() -> bool:
+        return len(gone()) >= 4 and len(trained_steps(tmp_path)) >= 4 and bool(of_others())
+
     async with demo(tmp_path) as served:
         talkers = Talkers(served.url, 3)
         tasks = [asyncio.create_task(each) for each in (talkers.run(), train(served.pool))]
-        await until(lambda: len(gone()) >= 4 and len(trained_steps(tmp_path)) >= 4, timeout_s=120)
+        await until(has_enough, timeout_s=120)
         for task in tasks:
             task.cancel()
         failed = await asyncio.gather(*tasks, return_exceptions=True)
         assert [e for e in failed if not isinstance(e, asyncio.CancelledError)] == []
         await archive_all(served)
     assert bytes_of([word for talk in gone() for word in talk.words], *places()) == []
-    others = [w for talk in talkers.talks if talk.user != FORGOTTEN for w in talk.words]
-    assert bytes_of(others, tmp_path / "trained")
+    assert of_others()
     assert talkers.failures == []
