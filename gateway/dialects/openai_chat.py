@@ -26,6 +26,7 @@ from stepwell.gateway.dialects.base import (
     Parsed,
     StreamWriter,
     Template,
+    n_reasoning,
     sse,
 )
 from stepwell.gateway.dialects.params import (
@@ -333,7 +334,7 @@ class OpenAIChat(Dialect):
             }
             choices.append(choice)
         answer = head(exchange, "chatcmpl", "chat.completion")
-        answer["choices"], answer["usage"] = choices, usage(replies, exchange.parsed.n)
+        answer["choices"], answer["usage"] = choices, usage(exchange, replies)
         return answer
 
     def writer(self, exchange: Exchange) -> StreamWriter:
@@ -389,7 +390,7 @@ class CompletionWriter(StreamWriter):
         if not self._include_usage:
             return b"data: [DONE]\n\n"
         in_order = [self._replies[i] for i in sorted(self._replies)]
-        figures = usage(in_order, self._exchange.parsed.n)
+        figures = usage(self._exchange, in_order)
         return sse({**self._head, "choices": [], "usage": figures}) + b"data: [DONE]\n\n"
 
     def failed(self, e: GatewayError) -> bytes:
@@ -439,25 +440,30 @@ class _ChatWriter(CompletionWriter):
         return _delta(sample, delta, entries, finish_reason)
 
 
-def usage(replies: Sequence[LiveCall], n: int) -> dict[str, Any]:
-    """A prompt counts once, however many samples it has: `n`."""
+def usage(exchange: Exchange, replies: Sequence[LiveCall]) -> dict[str, Any]:
+    """A prompt counts once, however many samples it has."""
     if len(replies) == 1:
         (reply,) = replies
         n_prompt, n_response = reply.n_prompt, reply.n_response
         cached = reply.generation.cached_tokens
     else:
         n_prompt = n_response = cached = 0
+        n = exchange.parsed.n
         for i in range(0, len(replies), n):
             its = replies[i : i + n]
             n_prompt += max([reply.n_prompt for reply in its])
             n_response += sum([reply.n_response for reply in its])
             cached += max([reply.generation.cached_tokens for reply in its])
-    return {
+    figures: dict[str, Any] = {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_response,
         "total_tokens": n_prompt + n_response,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if thought := [reply for reply in replies if reply.text.reasoning]:
+        n_thought = sum(n_reasoning(reply, exchange.tokenizer) for reply in thought)
+        figures["completion_tokens_details"] = {"reasoning_tokens": n_thought}
+    return figures
 
 
 def token_entry(token: SampledToken, tokenizer: ChatTokenizer) -> dict[str, Any]:

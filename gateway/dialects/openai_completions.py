@@ -100,7 +100,7 @@ class OpenAICompletions(Dialect):
         return {
             **head(exchange, "cmpl", "text_completion"),
             "choices": choices,
-            "usage": usage(replies, exchange.parsed.n),
+            "usage": usage(exchange, replies),
         }
 
     def writer(self, exchange: Exchange) -> StreamWriter:

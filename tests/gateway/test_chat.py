@@ -275,18 +275,21 @@ async def test_thinking_is_returned_apart_and_kept_in_the_prompt(worlds: Any) ->
         uid = f"t-{stream}"
         client = await world.client(uid)
         world.say("<think>\nhm, 3\n</think>\n\nIt is 3.")
+        options: Any = {"stream_options": {"include_usage": True}} if stream else {}
         answer = await client.chat.completions.create(
-            model="m", messages=[user("1 + 2?")], stream=stream
+            model="m", messages=[user("1 + 2?")], stream=stream, **options
         )
         if stream:
-            deltas = [c.choices[0].delta async for c in answer]
+            *chunks, last = [chunk async for chunk in answer]
+            deltas, usage = [c.choices[0].delta for c in chunks], last.usage
             content = "".join(d.content or "" for d in deltas)
             reasoning = "".join(getattr(d, "reasoning_content", None) or "" for d in deltas)
         else:
-            message = answer.choices[0].message
+            message, usage = answer.choices[0].message, answer.usage
             content, reasoning = message.content, message.reasoning_content
         assert content == "It is 3."
         assert reasoning.strip() == "hm, 3"
+        assert 3 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
         # The client drops the thought; the prompt keeps it, token for token.
         messages = [user("1 + 2?"), {"role": "assistant", "content": content}, user("sure?")]
         await client.chat.completions.create(model="m", messages=messages)
