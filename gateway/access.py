@@ -537,7 +537,7 @@ class AccessControl:
         Raises:
             MediaTypeError
         """
-        if n_bytes > min(SMALL, self._most_of_call):
+        if n_bytes > min(BIG, self._most_of_call):
             return False
         if n_bytes:
             _check_kind(headers.first.get(b"content-type", b""))

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import httptools
 import orjson
 from starlette.responses import Response
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -40,6 +40,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from stepwell.backends.engines.connections import LateWrites
 from stepwell.gateway.access import Named, Principal, routing_path, take_keys
+from stepwell.gateway.bodies import BIG
 from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import (
     ClientTimeoutError,
@@ -490,7 +491,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif not call.response_complete:
             call.pieces.append(body)
             call.n_waiting += len(body)
-            if call.n_waiting > HIGH_WATER_LIMIT:
+            if call.n_waiting > BIG:  # what is read at once comes without a pause
                 self.flow.pause_reading()
             if call.awaited is not None:
                 call.awaited.set()

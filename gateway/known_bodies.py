@@ -14,8 +14,8 @@ way, all of a body goes through its dialect, so what is wrong is always told of 
 
 Marks hold no text, and serve only the trajectory, or the caller, whose request left them. Their
 digests are XXH3 with a secret seed, so nobody can make two texts that have the same one. What is
-stored and what tells callers apart stays BLAKE2; a mark holds its state, so that the digest of a
-long body, too, costs what is new.
+stored and what tells callers apart is cryptographic (the body's digest is SHA-256, whose state a
+mark holds, so that of a long body, too, it costs what is new).
 
 Owns: marks, the memory of frames and of tools, a body's digest. Does not own: fields
 (`dialects/`), which turn is extended (`tokens/graph.py`).
@@ -23,7 +23,6 @@ Owns: marks, the memory of frames and of tools, a body's digest. Does not own: f
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -44,7 +43,7 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.pictures import RequestPictures
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import KnownMessages, Message, Prefix
-from stepwell.gateway.web import parse_object
+from stepwell.gateway.web import body_hash, parse_object
 
 LEAST_BYTES = 8192
 """Shorter bodies without tools are read as fast as they are compared."""
@@ -88,7 +87,7 @@ class _Mark(msgspec.Struct, frozen=True, gc=False):
     signs: Signs
     """Counts of its bytes up to there."""
     body: Any
-    """State of `body_digest` there."""
+    """State of the body's digest there (`body_hash`)."""
 
 
 class _KnownTools(NamedTuple):
@@ -327,7 +326,7 @@ class KnownBodies:
         mark, state = text.mark, text.state
         ends = [*_ends(text, spans, cuts)]
         at, view = 0 if mark is None else mark.n_bytes, memoryview(body)
-        whole = hashlib.blake2b(digest_size=16) if mark is None else mark.body.copy()
+        whole = body_hash() if mark is None else mark.body.copy()
         signs = Signs() if mark is None else mark.signs
         digests = []
         for end, cut in ends:

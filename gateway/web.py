@@ -85,9 +85,16 @@ def _has_many_levels(body: bytes) -> bool:
     return False
 
 
+def body_hash(body: bytes = b"") -> Any:
+    """State of `body_digest`, to which the rest of a body may be added: SHA-256, which processors
+    have instructions for (twice as fast as BLAKE2b)."""
+    return hashlib.sha256(body)
+
+
 def body_digest(body: bytes) -> str:
     """Digest by which a repeated request is known, in hexadecimal."""
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
+    digest: str = body_hash(body).hexdigest()
+    return digest
 
 
 def retry_key(headers: RequestHeaders, digest: str, scope: str) -> RetryKey:

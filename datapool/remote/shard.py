@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Generator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from stepwell.datapool.errors import DataPoolError, PoolUnavailableError
-from stepwell.datapool.ops import LeaseBatch, Op, check_carried, uncarried
+from stepwell.datapool.ops import LeaseBatch, Op, SubmitSteps, check_carried, uncarried
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import (
@@ -45,9 +45,11 @@ RESTART_S = CUT_OFF_S + 90.0
 CONNECT_S = 5.0
 RETRY_S = 0.05
 """Seconds between two tries to connect."""
-AT_ONCE = 4
-"""Calls of one turn of the loop that are sent before it ends. With all at its end, callers that
-wait for each other's answers and the pool would take turns, each with one core idle."""
+AT_ONCE = 16
+"""Calls of one turn of the loop, or steps of one call, that are sent before it ends: with all at
+its end, callers that wait for each other's answers and the pool would take turns, each with one
+core idle. Fewer go out together: each write wakes the pool, which takes the core where cores are
+few, so that a gateway of many calls would find its caches cold again and again."""
 
 
 class Caller(Protocol):
@@ -169,12 +171,10 @@ class RemoteShard(ABC):
         self._unsent.append(call)
         if self._connection is None:
             self._reach(loop)
-        elif is_alone:
-            self._flush()
+        elif is_alone or len(self._unsent) == AT_ONCE or _is_large(op):
+            self._flush()  # the pool works while the turn goes on
         elif len(self._unsent) == 1:
             loop.call_soon(self._flush)
-        elif len(self._unsent) == AT_ONCE:  # the pool works while the turn goes on
-            self._flush()
         return call
 
     def _only_consumers_wait(self) -> bool:
@@ -307,3 +307,7 @@ class RemoteShard(ABC):
         self._unsent.clear()
         for call in calls:
             call.fail(error)
+
+
+def _is_large(op: Op[Any]) -> bool:
+    return isinstance(op, SubmitSteps) and op.n_steps >= AT_ONCE
