@@ -165,13 +165,14 @@ class RemoteShard(ABC):
         if loop is not self._loop:
             self._move_to(loop)
         is_alone = self._only_consumers_wait()
+        is_large = isinstance(op, SubmitSteps) and op.n_steps >= AT_ONCE
         self._number += 1
         call = _Call(self, self._number, op, timeout_s)
         self._unanswered[call.number] = call
         self._unsent.append(call)
         if self._connection is None:
             self._reach(loop)
-        elif is_alone or len(self._unsent) == AT_ONCE or _is_large(op):
+        elif is_alone or len(self._unsent) == AT_ONCE or is_large:
             self._flush()  # the pool works while the turn goes on
         elif len(self._unsent) == 1:
             loop.call_soon(self._flush)
@@ -307,7 +308,3 @@ class RemoteShard(ABC):
         self._unsent.clear()
         for call in calls:
             call.fail(error)
-
-
-def _is_large(op: Op[Any]) -> bool:
-    return isinstance(op, SubmitSteps) and op.n_steps >= AT_ONCE

@@ -144,10 +144,10 @@ def _our_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         utils.set_sigterm_handler = theirs
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: one that waited is handled now
 
 
 @contextmanager

@@ -129,7 +129,7 @@ async def test_a_trainer_that_goes_on_keeps_no_word_of_what_was_deleted(
         return [tmp_path / "archive", *copies_in(tmp_path)]
 
     def of_others() -> list[str]:
-        """What was trained of who stays."""
+        """Trained words of those whose data stays."""
         words = [w for talk in talkers.talks if talk.user != FORGOTTEN for w in talk.words]
         return bytes_of(words, tmp_path / "trained")
 

@@ -196,7 +196,7 @@ async def test_a_command_that_fails_while_it_is_interrupted_says_so_in_one_line(
 
 @pytest.fixture
 def closes_with_its_terminal() -> Iterator[None]:
-    """Who runs the tests may ignore SIGHUP (`nohup`)."""
+    """SIGHUP is not ignored, as it is by tests under `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
