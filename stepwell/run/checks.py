@@ -135,7 +135,7 @@ def check_serving(config: RunConfig) -> None:
     """
     if not config.serves:
         raise ConfigError("algorithm.kind is 'sft': nothing is served; use `stepwell train`")
-    _all((run_folder,), config)
+    _all((run_folder, served_resume), config)
     _all((folders, *PARTS), config)
     _all((selections, loss_mask), config)
 
@@ -168,6 +168,16 @@ def run_folder(config: RunConfig) -> None:
     _writable(config.run.dir, "run.dir")
     refuse_second_run(config.run.dir)
     refuse_to_remove(config)
+
+
+def served_resume(config: RunConfig) -> None:
+    if (resume := config.run.resume) not in ("auto", "never"):
+        folder = config.run.dir
+        raise ConfigError(
+            f"run.resume is {resume}, which is for a trainer; leave it out, and give it to "
+            f"`stepwell train --attach {folder}`. What is served goes on with the newest weights "
+            f"(`stepwell rollback {folder} --to K` serves earlier ones)"
+        )
 
 
 def folders(config: RunConfig) -> None:

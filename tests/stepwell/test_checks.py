@@ -349,6 +349,17 @@ def test_what_is_served_is_checked_too(
     assert "chat template" in model
 
 
+@pytest.mark.parametrize("resume", ["12", "runs/other/checkpoints/step_4"])
+def test_a_checkpoint_is_for_a_trainer_and_no_server_ignores_it(
+    resume: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["serve", "--config", "quickstart", f"run.dir={tmp_path}", f"run.resume={resume}"]
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"run.resume is {resume}" in line
+    assert f"stepwell train --attach {tmp_path}" in line
+
+
 def test_several_engines_share_no_port(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(train(folder, "engine.port=31999", "cluster.engines=2")) == 2
     said = capsys.readouterr().err
