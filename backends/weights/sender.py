@@ -76,11 +76,11 @@ class Sender:
         if self._planned == (path, limit):
             return self._buckets
         held = self._held if self._path == path and self._held else dict(read_tensors(path))
+        self._forget()  # packing empties what is held: if it fails, the folder has all of it
         buckets, flat = [], []
         for bucket, whole in pack(held, limit):
             buckets.append(bucket)
             flat.append(whole.pin_memory() if torch.cuda.is_available() else whole)
-        self._forget()
         self._planned, self._buckets, self._flat = (path, limit), buckets, flat
         return buckets
 

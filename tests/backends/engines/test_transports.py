@@ -411,6 +411,24 @@ def test_tensors_in_shared_memory_are_read_as_they_were_written(tmp_path: Path) 
     assert torch.equal(found["b"], torch.arange(5.0))
 
 
+def test_a_version_is_sent_whole_after_it_could_not_be_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {name: torch.ones(4) for name in "abc"}
+    save_file(weights, tmp_path / "model.safetensors")
+    sender = Sender()
+    sender.hold(weights, is_live=True)
+    sender.held_as(str(tmp_path))
+    joined = torch.cat
+    with monkeypatch.context() as patch:  # memory is there for the first bucket alone
+        outcomes = iter([joined])
+        patch.setattr(torch, "cat", lambda *given: next(outcomes)(*given))
+        with pytest.raises((StopIteration, RuntimeError)):
+            sender.plan(str(tmp_path), 16)
+    buckets = sender.plan(str(tmp_path), 16)
+    assert sorted(name for bucket in buckets for name in bucket.names) == ["a", "b", "c"]
+
+
 READER = """
 import sys
 from stepwell.backends.weights.digest import tensor_hash
