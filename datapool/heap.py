@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 BETWEEN_COLLECTIONS = (25_000, 5, 20)
 """Allocations, less what was freed, before the youngest objects are looked through; and how many
@@ -21,6 +22,9 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 """mallopt(3)."""
+MADV_COLLAPSE = 25
+"""madvise(2), since Linux 6.1."""
+HUGE_PAGE_BYTES = 2**21
 TRIM_S = 10.0
 """A trim takes 5 to 10 ms in a heap of 400 MB, while which allocations wait; rarer ones longer."""
 
@@ -78,6 +82,31 @@ def return_free_pages() -> None:
             time.sleep(TRIM_S)
 
     threading.Thread(target=trim, name="trim", daemon=True).start()
+
+
+def use_huge_pages() -> None:
+    """Move what is loaded by now to pages of 2 MB, where Linux can (6.1). What a call needs lies
+    all over the heap: after a pause, each small page of it is looked up in the page table again, on
+    a virtual machine twice. It takes 0.3 s for 180 MB, in which other threads go on."""
+    if (libc := _glibc()) is None:
+        return
+    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for start, end in _heaps():
+        libc.madvise(start, end - start, MADV_COLLAPSE)  # of no use where nothing is in memory
+
+
+def _heaps() -> list[tuple[int, int]]:
+    """Addresses of writable memory that is no file's, whole huge pages of it."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
+        if access.startswith("rw") and inode == "0" and name in ([], ["[heap]"]):
+            start, end = (int(each, 16) for each in addresses.split("-"))
+            start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            end = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            if start < end:
+                found.append((start, end))
+    return found
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -46,7 +46,13 @@ from urllib.parse import urlsplit
 import uvicorn
 import uvloop
 
-from stepwell.datapool.heap import return_free_pages, return_large_blocks, settle_heap, use_one_heap
+from stepwell.datapool.heap import (
+    return_free_pages,
+    return_large_blocks,
+    settle_heap,
+    use_huge_pages,
+    use_one_heap,
+)
 from stepwell.datapool.log_files import log_to_file, numbered_log
 from stepwell.datapool.nodes import live_nodes
 from stepwell.datapool.remote.client import DataPoolClient
@@ -270,6 +276,7 @@ class GatewayReplica:
         use_one_heap()
         return_large_blocks(LARGE_BODY_BYTES)
         return_free_pages()
+        threading.Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()
         self._serves = True
 
     def _serve_again(self) -> None:

@@ -1,6 +1,7 @@
 """A process that gives its free pages back has the size of what it holds, not of its peak."""
 
 import gc
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,33 @@ def test_blocks_that_are_taken_again_and_again_keep_their_pages_meanwhile() -> N
         [sys.executable, "-c", AGAIN_AND_AGAIN], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 5_000, "of 44,000 pages"
+
+
+ON_HUGE_PAGES = """
+from pathlib import Path
+from stepwell.datapool import heap
+def huge_kb():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+numbers = [*range(1_000_000)]  # small objects
+texts = [str(i) * 200 for i in range(20_000)]  # and larger ones
+before = huge_kb()
+heap.use_huge_pages()
+assert sum(numbers) == 499_999_500_000
+assert all(text == str(i) * 200 for i, text in enumerate(texts))
+print(huge_kb() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's pages")
+def test_what_is_loaded_moves_to_huge_pages_and_stays_as_it_is() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ON_HUGE_PAGES], capture_output=True, text=True, check=True
+    )
+    version = tuple(map(int, platform.release().split(".")[:2]))
+    modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    is_there = version >= (6, 1) and modes.exists() and "[never]" not in modes.read_text()
+    assert int(done.stdout) > 20_000 * is_there - 1
 
 
 @pytest.mark.parametrize("is_on", [True, False])
