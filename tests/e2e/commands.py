@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
@@ -32,6 +33,7 @@ def start(*arguments: str, log: Path) -> ForkServerProcess:
 
 def _run(arguments: Sequence[str], log: str) -> None:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored
     os.chdir(ROOT)
     out = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
