@@ -1,5 +1,6 @@
-"""Memory of a long-running process: how often Python looks for garbage, and how glibc gives free
-memory back to the system (nothing is done elsewhere than on glibc). Imports nothing of ours."""
+"""Memory of a long-running process: how often Python looks for garbage, how glibc gives free memory
+back to the system, and on which pages the rest lies (nothing is done elsewhere than on glibc).
+Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def use_huge_pages() -> None:
         return
     libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for start, end in _heaps():
-        libc.madvise(start, end - start, MADV_COLLAPSE)  # of no use where nothing is in memory
+        libc.madvise(start, end - start, MADV_COLLAPSE)  # fails where nothing is in memory
 
 
 def _heaps() -> list[tuple[int, int]]:

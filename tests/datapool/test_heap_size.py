@@ -1,7 +1,9 @@
-"""A process that gives its free pages back has the size of what it holds, not of its peak."""
+"""A process that gives its free pages back has the size of what it holds, not of its peak; what it
+has loaded moves to huge pages."""
 
 import gc
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +64,8 @@ ON_HUGE_PAGES = """
 from pathlib import Path
 from stepwell.datapool import heap
 def huge_kb():
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    pages = Path("/proc/self/smaps_rollup")  # Linux's
+    lines = pages.read_text().splitlines() if pages.exists() else ["AnonHugePages: 0 kB"]
     return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
 numbers = [*range(1_000_000)]  # small objects
 texts = [str(i) * 200 for i in range(20_000)]  # and larger ones
@@ -74,15 +77,14 @@ print(huge_kb() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux's pages")
 def test_what_is_loaded_moves_to_huge_pages_and_stays_as_it_is() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ON_HUGE_PAGES], capture_output=True, text=True, check=True
     )
-    version = tuple(map(int, platform.release().split(".")[:2]))
+    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     is_there = version >= (6, 1) and modes.exists() and "[never]" not in modes.read_text()
-    assert int(done.stdout) > 20_000 * is_there - 1
+    assert int(done.stdout) >= (20_000 if is_there else 0)
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -39,13 +39,10 @@ def trained(folder: Path, *overrides: str) -> float:
 ADAPTERS = ("backend.lora.rank=16", "backend.lr=1e-3", "validation.every=0")
 
 
-@pytest.mark.timeout(2700)
-def test_adapters_learn_at_ten_times_the_rate(tmp_path: Path) -> None:
-    """Two seeds of three: what a run is trained on depends on when its rollouts end, and at this
-    rate one may lose at its end what it had learnt (a reward of 1.0 at step 30, a score of 0.63
-    after step 40: seed 2, on a machine that was held up for five minutes)."""
-    scores = [trained(tmp_path / f"{i}", *ADAPTERS, f"run.seed={i}") for i in range(3)]
-    assert sorted(scores)[1] >= LEARNT, scores
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_adapters_learn_at_ten_times_the_rate(tmp_path: Path, seed: int) -> None:
+    assert trained(tmp_path / "run", *ADAPTERS, f"run.seed={seed}") >= LEARNT
 
 
 @pytest.mark.timeout(1200)

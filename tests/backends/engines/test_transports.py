@@ -419,12 +419,18 @@ def test_a_version_is_sent_whole_after_it_could_not_be_packed(
     sender = Sender()
     sender.hold(weights, is_live=True)
     sender.held_as(str(tmp_path))
-    joined = torch.cat
-    with monkeypatch.context() as patch:  # memory is there for the first bucket alone
-        outcomes = iter([joined])
-        patch.setattr(torch, "cat", lambda *given: next(outcomes)(*given))
-        with pytest.raises((StopIteration, RuntimeError)):
-            sender.plan(str(tmp_path), 16)
+    join, n_joined = torch.cat, 0
+
+    def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+        nonlocal n_joined
+        n_joined += 1
+        if n_joined == 2:
+            raise RuntimeError("out of memory")
+        return join(tensors)
+
+    monkeypatch.setattr(torch, "cat", cat)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sender.plan(str(tmp_path), 16)
     buckets = sender.plan(str(tmp_path), 16)
     assert sorted(name for bucket in buckets for name in bucket.names) == ["a", "b", "c"]
 
