@@ -320,7 +320,8 @@ async def while_nodes_live(parts: Mapping[str, str]) -> AsyncIterator[None]:
         async with while_lives(nodes.live, nodes.error):
             yield
     except ray.exceptions.RayError as e:
-        if await in_thread(nodes.have_lost_one):
+        # A Ray that has ended tells nothing of its nodes, and ends this process within a minute.
+        if await in_thread(head_answers) and await in_thread(nodes.have_lost_one):
             raise nodes.error() from e
         raise
 

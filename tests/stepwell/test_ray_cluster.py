@@ -285,6 +285,8 @@ async def wait():
                 await asyncio.sleep(600)
             finally:
                 await asyncio.sleep(5)  # parts are stopped
+                if sys.argv[2:]:
+                    raise ray.exceptions.RayActorError()
 
 try:
     asyncio.run(wait())
@@ -294,16 +296,24 @@ except RayEndedError as e:
 """
 
 
-@pytest.mark.parametrize("dies", ["gcs_server", "raylet", "head"])
+@pytest.mark.parametrize(
+    ("dies", "then"),
+    [
+        ("gcs_server", ()),
+        ("raylet", ()),
+        ("head", ()),
+        ("head", ("a call of the run fails as it stops",)),
+    ],
+)
 @pytest.mark.long
 def test_a_run_says_that_the_ray_it_joined_has_ended_and_that_the_same_command_goes_on(
-    head: str, tmp_path: Path, dies: str
+    head: str, tmp_path: Path, dies: str, then: tuple[str, ...]
 ) -> None:
     _wait_listening(head)
     port = head.rpartition(":")[2]
     env = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_MODE"} | {"HOME": str(tmp_path)}
     visitor = subprocess.Popen(
-        [sys.executable, "-c", VISITOR, head], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", VISITOR, head, *then], env=env, stdout=subprocess.PIPE, text=True
     )
     try:
         assert visitor.stdout is not None
