@@ -38,6 +38,14 @@ def test_a_step_comes_back_as_it_was_submitted(pool, make_step):
     assert served.policy_version == 3
 
 
+async def test_what_is_no_step_is_refused_by_its_type_and_nothing_of_the_call_is_stored(make_step):
+    async with DataPoolClient.local() as pool:
+        with pytest.raises(InvalidStepError, match=r"of type dict; pass datapool\.Step"):
+            await pool.submit_steps([make_step("t"), make_step("t", index=1).to_dict()])
+        assert await pool.submit_steps([]) == []
+        assert await pool.submit_step(make_step("t")) == "accepted"
+
+
 def test_steps_are_served_by_index_whatever_order_they_arrived_in(pool, make_step):
     pool.submit_steps([make_step("t", index=i) for i in (2, 0, 1)])
     pool.complete_trajectory("t")

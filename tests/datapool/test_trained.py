@@ -95,3 +95,26 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     trained_path(tmp_path, 9).write_bytes(b'{"step": 9}\n{"torn')
     with pytest.raises(DamagedFileError, match=r"000000000009\.jsonl is damaged .* delete it"):
         read_trained(tmp_path, 9)
+
+
+def test_metadata_for_which_json_has_no_word_is_written_as_what_it_holds(tmp_path: Path) -> None:
+    written = trajectory("a", 1)
+    metadata = {"array": np.arange(2), "number": np.float32(0.5), "set": {3, 1}, "path": Path("x")}
+    of = replace(written.trajectory, metadata=metadata)
+    write_trained(tmp_path, 1, {}, [TrainedTrajectory(of, written.columns)], 1 << 20)
+    (found,) = read_trained(tmp_path, 1)
+    assert found.trajectory.metadata == {
+        "array": [0, 1],
+        "number": 0.5,
+        "set": [1, 3],
+        "path": repr(Path("x")),
+    }
+
+
+@pytest.mark.parametrize(("kept", "why"), [(0, "it is empty"), (2, "lines are missing")])
+def test_a_file_that_lost_its_end_is_damaged(tmp_path: Path, kept: int, why: str) -> None:
+    write_trained(tmp_path, 1, {}, [trajectory("a", 1), trajectory("b", 1)], 1 << 20)
+    path = trained_path(tmp_path, 1)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
+    with pytest.raises(DamagedFileError, match=why):
+        read_trained(tmp_path, 1)

@@ -11,7 +11,7 @@ import pytest
 
 from stepwell.datapool import Step
 from stepwell.datapool.errors import InvalidStepError
-from stepwell.datapool.types import trusted_step
+from stepwell.datapool.types import VersionSpan, trusted_step
 
 
 def step(**values):
@@ -97,3 +97,36 @@ def test_a_dictionary_whose_temperature_cannot_be_read_is_refused(params: object
     for known in ({}, {"temperature": 0}, {"temperature": 0.5}, {"temperature": None}, None):
         made = Step.from_dict({**whole, "metadata": {"sampling_params": known}})
         assert made.temperature in (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"version_spans": [VersionSpan("a", 0, 2)]}, "pass integers"),
+        ({"version_spans": [VersionSpan(-1, 0, 2)]}, r"integers in \[0, 2\*\*63\)"),
+        ({"version_spans": [VersionSpan(0, 0, 1)]}, r"do not cover \[0, 2\)"),
+        ({"version_spans": [VersionSpan(0, 0, 1), VersionSpan(1, 0, 2)]}, "do not cover"),
+        ({"version_spans": [VersionSpan(4, 0, 2)]}, "the oldest span has version 4"),
+        ({"trajectory_uid": ""}, "trajectory_uid is ''; pass a non-empty string"),
+        ({"prompt_uid": 7}, "prompt_uid is 7; pass a non-empty string"),
+        ({"step_index": -1}, "step_index is -1"),
+        ({"policy_version": 1.5}, "policy_version is 1.5"),
+        ({"is_last": 1}, "is_last is 1; pass True or False"),
+        ({"finish_reason": "eos"}, "finish_reason is 'eos'"),
+        ({"metadata": [1]}, "metadata is"),
+        ({"step_index": 2, "parent_index": 2}, "parent_index is 2"),
+    ],
+)
+def test_a_field_that_no_step_has_is_refused_by_its_name_and_value(values, said):
+    with pytest.raises(InvalidStepError, match=said):
+        step(**values)
+
+
+def test_spans_that_are_not_given_are_one():
+    made = step(version_spans=[], policy_version=3)
+    assert made.version_spans == step(policy_version=3).version_spans
+
+
+def test_a_step_is_no_dictionary():
+    assert step() != step().to_dict()
+    assert step() == step()

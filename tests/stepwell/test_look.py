@@ -22,7 +22,7 @@ from rich.console import Console
 from stepwell import Step, Trajectory, load_config
 from stepwell.cli.main import main
 from stepwell.datapool import DataPoolClient
-from stepwell.datapool.errors import JournalLockedError, PoolUnavailableError
+from stepwell.datapool.errors import JournalError, JournalLockedError, PoolUnavailableError
 from stepwell.datapool.files.trained import TRAINED, TrainedTrajectory, write_trained
 from stepwell.datapool.ops import AbortTrajectory
 from stepwell.datapool.remote.stopped import stopped_pool
@@ -420,6 +420,11 @@ def test_a_stopped_pool_answers_questions_alone(run: Path) -> None:
                 StoppedJournal(run / "pool")
 
     asyncio.run(look())
+
+
+def test_a_folder_that_no_pool_wrote_holds_no_journal(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=f"{tmp_path} holds no journal"):
+        StoppedJournal(tmp_path)
 
 
 def test_the_shards_of_a_stopped_pool_are_one(tmp_path: Path) -> None:

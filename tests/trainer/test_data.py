@@ -573,6 +573,20 @@ def test_a_hugging_face_folder_of_files_is_read_with_slices(tmp_path: Path) -> N
     assert [t["instance_id"] for t in tasks] == ["hub-train-1-3-0", "hub-train-1-3-1"]
 
 
+def test_columns_of_media_that_no_row_fills_are_no_media(tmp_path: Path) -> None:
+    rows: dict[str, Any] = {"question": ["a", "b"], "answer": ["1", "2"]}
+    nothing = {"audio": ["", None], "videos": pa.array([[], None], pa.large_list(pa.string()))}
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({**rows, **nothing}), path)
+    assert [t["question"] for t in PromptSource(config(kind="parquet", path=path)).all()] == [
+        "a",
+        "b",
+    ]
+    pq.write_table(pa.table({**rows, **nothing, "audio": ["", "cat.wav"]}), path)
+    with pytest.raises(DataError, match=r"t row 1 .*audio"):
+        PromptSource(config(kind="parquet", path=path))
+
+
 MEDIA_ROWS: dict[str, Any] = {
     "images": {"images": ["cat.png"]},
     "image": {"image": "cat.png"},

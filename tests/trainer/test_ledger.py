@@ -206,6 +206,35 @@ def test_whenever_it_is_killed_nothing_is_skipped_or_doubled(
     assert Counter(found.waiting) == Counter(buffer)
 
 
+def test_a_run_without_a_folder_has_no_ledger_and_knows_what_is_open(tmp_path: Path) -> None:
+    ledger = Ledger(None)
+    ledger.issued("p0-a", "p0")
+    ledger.issued("p1-a", "p1")
+    ledger.trained(1, ["p0-a"])
+    assert ledger.adopt(tmp_path, 7) == 7
+    ledger.resume(1, 0)
+    ledger.sync()
+    ledger.close()
+    assert (set(ledger.open), ledger.ended(), ledger.offset) == ({"p1-a"}, set(), 0)
+
+
+def test_a_group_that_is_dropped_after_it_was_trained_is_found(path: Path) -> None:
+    ledger = Ledger(path)
+    ledger.issued("p0-a", "p0")
+    ledger.trained(1, ["p0-a"])
+    ledger.dropped("p0-a", "evicted", returned=True)
+    assert audit(path).doubled == ("p0-a",)
+
+
+def test_what_was_dropped_has_ended(path: Path) -> None:
+    ledger = Ledger(path)
+    for i in range(3):
+        ledger.issued(f"p{i}-a", f"p{i}")
+    ledger.dropped("p0-a", "deadline")
+    ledger.trained(1, ["p1-a"])
+    assert ledger.ended() == {"p0-a", "p1-a"}
+
+
 @pytest.mark.parametrize("has_ledger", [True, False])
 def test_a_run_that_goes_on_from_anothers_checkpoint_has_its_history_whatever_it_began_before(
     path: Path, tmp_path: Path, has_ledger: bool

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.config.environment import OpenEnvConfig
 from stepwell.trainer.environments.openenv import OpenEnvAgent
-from stepwell.trainer.errors import InfrastructureError
+from stepwell.trainer.errors import HarnessError, InfrastructureError
 from stepwell.trainer.rollout.agents import load_agent
 from tests.gateway.conftest import World, one_thread, worlds
 
@@ -30,6 +30,8 @@ class Server:
         self.url = ""
         self.scores = True
         self.first = "two guesses"
+        self.fails: dict[str, str] = {}
+        """Code of the error that answers a message, by its type."""
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -38,6 +40,9 @@ class Server:
         async for message in socket:
             asked = message.json()
             self.asked.append(asked)
+            if (code := self.fails.get(asked["type"])) is not None:
+                await socket.send_json({"type": "error", "data": {"message": "no", "code": code}})
+                continue
             if asked["type"] == "reset":
                 answer = {"observation": {"text": self.first}, "reward": None, "done": False}
             elif "guess" not in asked["data"]:
@@ -85,6 +90,18 @@ async def test_each_reply_has_the_reward_of_its_step(
     assert second.parent_index == 0
     assert "Guess.\n\ntwo guesses" in world.tokenizer.decode(first.prompt_ids.tolist())
     assert "1 left" in world.tokenizer.decode(second.prompt_ids.tolist())
+
+
+async def test_the_policy_is_told_first_what_its_operator_says(
+    server: Server, worlds: Callable[..., Any]
+) -> None:
+    world: World = await worlds()
+    world.say("four")
+    agent = OpenEnvAgent(OpenEnvConfig(url=server.url, action_key="guess", system="Play well."))
+    assert await agent(TASK, world.base_url(), "none") == [1.0]
+    (first,) = world.stored()
+    prompt = world.tokenizer.decode(first.prompt_ids.tolist())
+    assert prompt.index("Play well.") < prompt.index("Guess.")
 
 
 async def test_an_action_that_is_none_is_told_to_the_policy(
@@ -144,6 +161,40 @@ async def test_an_episode_that_ends_without_any_reward_is_not_scored(
         world.say(text)
     agent = OpenEnvAgent(OpenEnvConfig(url=server.url, action_key="guess", max_turns=max_turns))
     assert await agent(TASK, world.base_url(), "none") == rewards
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "error", "said"),
+    [
+        ("reset", "VALIDATION_ERROR", InfrastructureError, "refuses reset: no"),
+        ("step", "EXECUTION_ERROR", HarnessError, r"no \(EXECUTION_ERROR\)"),
+        ("step", "SESSION_ERROR", InfrastructureError, r"no \(SESSION_ERROR\)"),
+    ],
+)
+async def test_an_error_that_is_not_the_actions_is_not_the_policys(
+    server: Server,
+    worlds: Callable[..., Any],
+    message: str,
+    code: str,
+    error: type[Exception],
+    said: str,
+) -> None:
+    world: World = await worlds()
+    world.say("four")
+    server.fails[message] = code
+    agent = OpenEnvAgent(OpenEnvConfig(url=server.url, action_key="guess"))
+    with pytest.raises(error, match=said):
+        await agent(TASK, world.base_url(), "none")
+
+
+async def test_an_action_of_json_that_is_no_object_is_told_to_the_policy(
+    server: Server, worlds: Callable[..., Any]
+) -> None:
+    world: World = await worlds()
+    for text in ('["four"]', '{"guess": "four"}'):
+        world.say(text)
+    agent = OpenEnvAgent(OpenEnvConfig(url=server.url, max_turns=3))
+    assert await agent(TASK, world.base_url(), "none") == [0.0, 1.0]
 
 
 async def test_a_server_that_is_not_there_is_infrastructure() -> None:

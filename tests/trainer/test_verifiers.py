@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,10 @@ def test_nobody_answers_what_a_package_asks(tmp_path: Path) -> None:
 def test_an_environment_that_cannot_be_listed_is_one_line(python: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         open_tasks(source(python=python))
+
+
+def test_a_prompt_of_messages_is_their_text() -> None:
+    messages = [SimpleNamespace(content="Add."), SimpleNamespace(content="1 and 2")]
+    assert verifiers_episode.text_of(messages) == "Add.\n1 and 2"
+    assert verifiers_episode.text_of("Add.") == "Add."
+    assert verifiers_episode.text_of(None) == ""
