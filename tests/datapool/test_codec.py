@@ -24,7 +24,7 @@ def test_arrays_and_numpys_numbers_come_as_they_went() -> None:
 def test_a_column_is_an_array_and_nothing_else() -> None:
     column = decoder(np.ndarray)
     np.testing.assert_array_equal(column.decode(encoder.encode(np.arange(3))), np.arange(3))
-    with pytest.raises((NotImplementedError, msgspec.ValidationError), match="from list"):
+    with pytest.raises(NotImplementedError, match="from list"):
         column.decode(encoder.encode([1, 2]))
 
 
@@ -65,5 +65,5 @@ def test_what_no_message_carries_is_refused_by_its_type(value: object, said: str
 
 def test_bytes_of_another_program_are_refused() -> None:
     strange = msgspec.msgpack.encode(msgspec.msgpack.Ext(77, b"?"))
-    with pytest.raises((ValueError, msgspec.ValidationError), match="unknown extension type 77"):
+    with pytest.raises(ValueError, match="unknown extension type 77"):
         decoder(object).decode(strange)
