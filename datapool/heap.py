@@ -44,7 +44,11 @@ def growing_heap() -> Iterator[None]:
 
 def settle_heap(between_collections: tuple[int, int, int] = BETWEEN_COLLECTIONS) -> None:
     """Take all that is loaded by now out of garbage collection: torch, transformers and Ray are
-    hundreds of thousands of objects that no collection need walk through again."""
+    hundreds of thousands of objects that no collection need walk through again.
+
+    Args:
+        between_collections: thresholds of `gc.set_threshold`.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*between_collections)

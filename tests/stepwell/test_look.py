@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import math
 import shutil
 import socket
@@ -423,7 +424,7 @@ def test_a_stopped_pool_answers_questions_alone(run: Path) -> None:
 
 
 def test_a_folder_that_no_pool_wrote_holds_no_journal(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match=f"{tmp_path} holds no journal"):
+    with pytest.raises(JournalError, match=re.escape(f"{tmp_path} holds no journal")):
         StoppedJournal(tmp_path)
 
 
