@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import re
 import math
+import re
 import shutil
 import socket
 import threading
