@@ -78,6 +78,9 @@ class Names:
         Raises:
             BackendConfigError: it is unknown, or several packages claim it.
         """
+        path = self.built_in.get(name)
+        if path is not None and not _was_claimed(self.group, name, tuple(sys.path)):
+            return EntryPoint(name, path, self.group)
         entries = self.entries()
         claims = entries.get(name, [])
         if len(claims) > 1:
@@ -182,6 +185,15 @@ def _installed(group: str, path: tuple[tuple[str, int | None], ...]) -> tuple[En
     10 ms, and a configuration asks for them dozens of times; a folder where one was installed or
     uninstalled since is a path that has `_changed`."""
     return tuple(entry_points(group=group))
+
+
+@functools.lru_cache(maxsize=256)
+def _was_claimed(group: str, name: str, path: tuple[str, ...]) -> bool:
+    """A package on this `path` had the name when it was asked for first. Built-in ones are looked
+    up for every batch and every check of an engine: whoever claims one later is told at the next
+    start."""
+    state = tuple((folder, _changed(folder)) for folder in path)
+    return any(entry.name == name for entry in _installed(group, state))
 
 
 def _changed(folder: str) -> int | None:

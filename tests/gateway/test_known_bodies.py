@@ -296,9 +296,13 @@ def same(got: Any, wanted: Any) -> None:
         if each.name not in ("call", "options", "digest", "remember"):
             assert getattr(got, each.name) == getattr(wanted, each.name), each.name
     assert options_of(got) == options_of(wanted)
+    same_call(got.call, wanted.call)
+
+
+def same_call(got: ChatRequest, wanted: ChatRequest) -> None:
     for field in structs.fields(ChatRequest):
         if field.name not in ("messages", "began_at", "_keys"):
-            assert getattr(got.call, field.name) == getattr(wanted.call, field.name), field.name
+            assert getattr(got, field.name) == getattr(wanted, field.name), field.name
 
 
 def options_of(parsed: Parsed) -> Any:
@@ -357,6 +361,47 @@ def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[
     assert n_known > 1.6 * n_conversations
     assert n_framed > n_conversations
     assert n_attached > n_conversations
+
+
+class Plain(Chat):
+    """Bodies of text alone."""
+
+    def begin(self) -> Body:
+        rng = self.rng
+        system = [{"role": "system", "content": text(rng)}] if rng.random() < 0.7 else []
+        return {"model": "m", "messages": [*system, self.user()], "temperature": 0.5}
+
+    def user(self) -> Body:
+        return {"role": "user", "content": text(self.rng)}
+
+    def reply(self) -> list[Any]:
+        said = {"role": "assistant", "content": text(self.rng)}
+        null = {"refusal": None} if self.rng.random() < 0.3 else {}
+        return [{**said, **null}, self.user()]
+
+
+@pytest.mark.hypothesis  # `make test-long` tries more
+def test_a_body_of_text_alone_says_what_it_says_field_by_field() -> None:
+    n_plain = 0
+    n_conversations = 4 * settings().max_examples
+    for seed in range(n_conversations):
+        rng = random.Random(seed)
+        made = Plain(rng)
+        dialect, body, style = made.dialect(), made.begin(), rng.randrange(4)
+        for _ in range(10):
+            sent = written(body, made.name, rng, style)
+            if (got := dialect.parse_plain(sent)) is not None:
+                wanted = dialect.parse(parse_object(sent), OPERATOR)
+                assert [*got.call.messages] == [*wanted.call.messages]
+                same_call(got.call, wanted.call)
+                n_plain += 1
+            if rng.random() < 0.25:
+                body = edited(body, made.name, made)
+            elif got is not None:
+                body = {**body, made.name: [*body[made.name], *made.reply()]}
+            else:
+                body = made.begin()
+    assert n_plain > 5 * n_conversations
 
 
 def check_call(
