@@ -250,7 +250,7 @@ class Updater:
         if mask is not None and (trained := mask != 0).any():
             metrics |= spread_of(columns["advantages"][trained].double().numpy())
         step_lags = lags(
-            [s.policy_version for s in batch.steps],
+            batch.steps,
             # A copy: a publication may end meanwhile, in the event loop's thread.
             {v: progress.applied(u) for v, u in progress.published.copy().items()},
             updates_now=progress.applied(progress.updates),

@@ -29,6 +29,7 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.trainer.algorithms.off_policy.correction import correct, lags
+from tests.builders import step_of
 from tests.gateway.conftest import World, world, worlds
 
 __all__ = ["world", "worlds"]
@@ -283,7 +284,9 @@ def test_a_step_behind_the_staleness_threshold_stays_in_the_batch_and_weighs_les
     config = load_config("quickstart", ["async_training.staleness_threshold=0.1"])
     threshold = config.async_training.staleness_threshold
     published = {41: 0, 42: 4}
-    lag = lags([42, 41], published, updates_now=4, updates_per_sync=4)
+    lag = lags(
+        [step_of(policy_version=v) for v in (42, 41)], published, updates_now=4, updates_per_sync=4
+    )
     assert [bool(behind) for behind in lag > threshold] == [False, True]
     sampled = torch.full((4,), -1.0)  # log-probs of two steps of two tokens
     now = torch.tensor([-1.5, -1.5, -1.5, -0.5])

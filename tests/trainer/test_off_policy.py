@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from stepwell.datapool.types import Step
 from stepwell.trainer.algorithms.losses import make_loss_fn
 from stepwell.trainer.algorithms.off_policy.correction import correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import proximal_log_probs
 from stepwell.trainer.config import LossConfig, OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError
+from tests.builders import step
 
 logits = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
 
@@ -25,6 +27,11 @@ logits = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
 class Corrected(NamedTuple):
     weights: Tensor
     metrics: dict[str, float]
+
+
+def of(*versions: int) -> list[Step]:
+    """Steps that these versions sampled."""
+    return [step(uid=f"t{i}", policy_version=v) for i, v in enumerate(versions)]
 
 
 def run(
@@ -55,22 +62,23 @@ def run(
 
 def test_lag_counts_updates_since_publication_in_units_of_a_sync() -> None:
     published = {0: 0, 1: 4, 2: 8}
-    got = lags([2, 1, 0], published, updates_now=9, updates_per_sync=4)
+    got = lags(of(2, 1, 0), published, updates_now=9, updates_per_sync=4)
     assert got.tolist() == [0.25, 1.25, 2.25]
-    assert lags([2], published, updates_now=8, updates_per_sync=4).tolist() == [0.0]
+    assert lags(of(2), published, updates_now=8, updates_per_sync=4).tolist() == [0.0]
 
 
 def test_a_version_published_before_the_record_began_counts_one_sync_each() -> None:
-    assert lags([5], {7: 28}, updates_now=28, updates_per_sync=4).tolist() == [2.0]
+    assert lags(of(5), {7: 28}, updates_now=28, updates_per_sync=4).tolist() == [2.0]
 
 
 def test_a_version_that_was_never_published_is_an_error() -> None:
     with pytest.raises(
-        VersionError, match=r"policy_version 9, but the versions published are 0..1"
+        VersionError,
+        match=r"step 't1'\[0\] has policy_version 9, but the versions published are 0..1",
     ):
-        lags([9], {0: 0, 1: 4}, updates_now=5, updates_per_sync=4)
+        lags(of(1, 9), {0: 0, 1: 4}, updates_now=5, updates_per_sync=4)
     with pytest.raises(VersionError, match="published_at is empty") as e:
-        lags([0], {}, updates_now=0, updates_per_sync=4)
+        lags(of(0), {}, updates_now=0, updates_per_sync=4)
     assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
 
 

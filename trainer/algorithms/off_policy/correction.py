@@ -43,6 +43,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stepwell.datapool.types import Step
 from stepwell.trainer.algorithms.off_policy.base import MAX_LOG_RATIO, Ratios
 from stepwell.trainer.config import OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError
@@ -65,7 +66,7 @@ PROBS_DIFF = "rollout_probs_diff/"
 
 
 def lags(
-    policy_versions: Sequence[int],
+    steps: Sequence[Step],
     published_at: Mapping[int, int],
     *,
     updates_now: int,
@@ -74,7 +75,7 @@ def lags(
     """Lag of each step, [S] float32, in publications: 0 = sampled by the weights of now.
 
     Args:
-        policy_versions: the oldest version of each step.
+        steps: their `policy_version` is the oldest one that sampled of them.
         published_at: version -> updates applied when it was published. A version older
             than all of them (published before a resume) counts one sync per version further back.
 
@@ -85,18 +86,20 @@ def lags(
         raise VersionError("published_at is empty; record version 0 at update 0 before training")
     oldest = min(published_at)
 
-    def updates_at(version: int) -> int:
+    def updates_at(step: Step) -> int:
+        version = step.policy_version
         if version in published_at:
             return published_at[version]
         if version < oldest:
             return published_at[oldest] - (oldest - version) * updates_per_sync
         raise VersionError(
-            f"a step carries policy_version {version}, but the versions published are "
-            f"{oldest}..{max(published_at)}; check the engine's weight_version"
+            f"step {step.trajectory_uid!r}[{step.step_index}] has policy_version {version}, but "
+            f"the versions published are {oldest}..{max(published_at)}; check the engine's "
+            "weight_version, or what submitted the step"
         )
 
     return torch.tensor(
-        [(updates_now - updates_at(v)) / updates_per_sync for v in policy_versions],
+        [(updates_now - updates_at(step)) / updates_per_sync for step in steps],
         dtype=torch.float32,
     )
 
