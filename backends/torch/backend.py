@@ -229,7 +229,9 @@ class TorchBackend(TrainingBackend):
         )
         return BatchError(
             f"{_name(step)} has token id {largest}, but the model in {self._model_path} knows "
-            f"{vocab} tokens; engine and trainer must load the same model"
+            f"{vocab} tokens; engine and trainer must load the same model. If the step was "
+            "submitted by hand, take out its group: stepwell data delete --trajectory "
+            f"{step.trajectory_uid!r} RUN"
         )
 
     def compute_log_probs(self, batch: TorchBatch) -> Tensor:

@@ -198,7 +198,9 @@ def test_every_response_token_is_trained_exactly_once_within_the_budget(
 
 
 def test_a_token_outside_the_vocabulary_is_refused(model_path: Path) -> None:
-    with pytest.raises(BatchError, match=rf"'t'\[0\] has token id {VOCAB}.*{VOCAB} tokens"):
+    with pytest.raises(
+        BatchError, match=rf"'t'\[0\] has token id {VOCAB}.*{VOCAB} tokens.*--trajectory 't' RUN"
+    ):
         backend(model_path).convert([step([1, VOCAB], [2])])
 
 

@@ -37,6 +37,13 @@ TOOLS: list[Any] = [
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
 
 
+@pytest.fixture(autouse=True, scope="module")
+def only_what_is_made_here() -> None:
+    """Collections walk through the objects of this file, and not of all files before."""
+    gc.collect()
+    gc.freeze()
+
+
 def _text(world: World, turn: int, n_tokens: int) -> str:
     """Words that no other turn says."""
     said = f"turn {turn}: what is the answer to {turn}? "

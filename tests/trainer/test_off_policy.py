@@ -74,7 +74,8 @@ def test_a_version_published_before_the_record_began_counts_one_sync_each() -> N
 def test_a_version_that_was_never_published_is_an_error() -> None:
     with pytest.raises(
         VersionError,
-        match=r"step 't1'\[0\] has policy_version 9, but the versions published are 0..1",
+        match=r"step 't1'\[0\] has policy_version 9, but the versions published are 0..1;"
+        r" .*--trajectory 't1' RUN",
     ):
         lags(of(1, 9), {0: 0, 1: 4}, updates_now=5, updates_per_sync=4)
     with pytest.raises(VersionError, match="published_at is empty") as e:

@@ -95,7 +95,8 @@ def lags(
         raise VersionError(
             f"step {step.trajectory_uid!r}[{step.step_index}] has policy_version {version}, but "
             f"the versions published are {oldest}..{max(published_at)}; check the engine's "
-            "weight_version, or what submitted the step"
+            "weight_version. If the step was submitted by hand, take out its group: stepwell data "
+            f"delete --trajectory {step.trajectory_uid!r} RUN"
         )
 
     return torch.tensor(
