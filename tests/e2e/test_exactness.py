@@ -4,6 +4,7 @@ strictly extends its parent."""
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from tests.e2e.conftest import ATTACHED, ROOT, EngineRecorder, engine, small_con
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 4
+STEPS, MOST_STEPS = 4, 60
+"""Optimizer steps: of them, and as many more as an engine takes that loads slowly until a batch is
+trained which an update has sampled."""
 
 
 @dataclass
@@ -55,14 +58,23 @@ async def recorded_run(folder: Path) -> Run:
         )
         async with start_cluster(config) as cluster:
             with build_trainer(config, cluster, training_prompts(config)) as trainer:
-                records = [r async for r in trainer.train(STEPS)]
-        batches = [load_recording(path) for _, path in recordings(str(folder / "batches"))]
-        steps = [s for batch in batches for group in batch.groups for s in group.steps]
+                records = []
+                async with aclosing(trainer.train(MOST_STEPS)) as training:
+                    async for record in training:
+                        records.append(record)
+                        steps = _recorded_steps(folder)
+                        if len(records) >= STEPS and any(s.policy_version for s in steps):
+                            break
         return Run(config, steps, recorder.answers, records)
 
 
+def _recorded_steps(folder: Path) -> list[Step]:
+    batches = [load_recording(path) for _, path in recordings(str(folder / "batches"))]
+    return [s for batch in batches for group in batch.groups for s in group.steps]
+
+
 def test_a_run_has_steps_of_several_versions(run: Run) -> None:
-    assert len(run.records) == STEPS
+    assert STEPS <= len(run.records) <= MOST_STEPS
     assert len({s.policy_version for s in run.steps}) > 1
     assert any(s.parent_index is not None for s in run.steps)
 
