@@ -201,13 +201,13 @@ def _change_taken(change: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
     """Install `change` of every third group that training takes."""
 
     def install(batches: Any) -> None:
-        given, hits = batches.Batches._given, every(3, first=5)
+        mark, hits = batches.TrainedChannel._mark, every(3, first=5)
 
-        def changed(self: Any, channel: Any, groups: Any) -> Any:
-            taken: Sequence[Any] | None = given(self, channel, groups)
+        def changed(self: Any, groups: Any) -> Any:
+            taken: Sequence[Any] | None = mark(self, groups)
             return None if taken is None else [change(g) if hits() else g for g in taken]
 
-        batches.Batches._given = changed
+        batches.TrainedChannel._mark = changed
 
     return install
 

@@ -3,9 +3,11 @@ names it to, and none without."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -42,6 +44,23 @@ def changed(module: str, **environment: str) -> str:
 def test_there_are_14_plants_and_each_names_a_check_that_the_run_reports() -> None:
     assert len(PLANTS) == 14
     assert all(plant.noticed_as and plant.noticed_as <= set(KEYS) for plant in PLANTS.values())
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_every_plant_finds_what_it_replaces(name: str) -> None:
+    module = importlib.import_module(PLANTS[name].module)
+    owners: list[Any] = [module, *(v for v in vars(module).values() if isinstance(v, type))]
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    replaced = []
+    try:
+        PLANTS[name].install(module)
+    finally:
+        for owner, known in before:
+            for method, function in {**vars(owner)}.items():
+                if function is not known.get(method):
+                    replaced.append(method)
+                    setattr(owner, method, known[method])
+    assert replaced
 
 
 @pytest.mark.parametrize(
