@@ -81,6 +81,7 @@ from stepwell.gateway.trajectory.calls import (
     RetryKey,
     SampledToken,
     TurnNote,
+    completed_at,
 )
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 
@@ -479,6 +480,7 @@ class Calls:
             "waited_s": round(asked_at - request.began_at, 4),
             "engine_s": round(live.engine_s, 4),
         }
+        live.call.completed = completed_at(live.timing)
         ids: list[int] = generation.response_ids.tolist()
         if request.n_logprobs is not None and not request.stream:
             live.on_tokens(ids, generation.log_probs.tolist(), generation.top_log_probs)

@@ -11,7 +11,6 @@ answers (`openai_responses.py`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -133,7 +132,7 @@ class Answer:
             "created_at": exchange.created,
             "status": status,
             "background": False,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": exchange.calls[0].call.completed if status == "completed" else None,
             "error": error,
             "incomplete_details": cut,
             "model": exchange.model,

@@ -164,6 +164,8 @@ class Call(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """Ids at the end of the prompt that begin the reply."""
     turn: Turn | None = None
     """Its reply in the graph; None until it is answered. The fields below are set then, too."""
+    completed: int = 0
+    """Unix seconds when its reply was sampled; set once it is."""
     finish_reason: Literal["stop", "length"] = "stop"
     spans: tuple[tuple[int, int, int], ...] = ()
     """Version spans: version, start, end."""
@@ -442,6 +444,16 @@ def _give_up(calls: tuple[Call, ...], again: Call) -> None:
                 call.give_up()
 
 
+def completed_at(timing: Any) -> int:
+    """Unix seconds when a reply was sampled, by its Step's `timing`, so that all gateways say the
+    same; 0: that does not say it."""
+    match timing:
+        case {"began": float(began), "waited_s": float(waited), "engine_s": float(engine)}:
+            return int(began + waited + engine)
+        case _:
+            return 0
+
+
 def restore(
     graph: TurnGraph, steps: Sequence[Step], crcs: Mapping[int, int] | None = None
 ) -> list[Call]:
@@ -482,6 +494,7 @@ def restore(
             call = Call(
                 uid=uid,
                 created=note.created,
+                completed=completed_at(step.metadata.get("timing")) or note.created,
                 retry=note.retry,
                 body=note.body,
                 is_retry=note.is_retry,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -186,7 +187,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("asked", ASKED)
 async def test_a_retry_is_told_the_same_as_the_call_was(
-    worlds: Any, http: Http, asked: str, stream: bool
+    worlds: Any, http: Http, asked: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world: World = await worlds("qwen3")
     path, body = ASKED[asked]
@@ -197,11 +198,28 @@ async def test_a_retry_is_told_the_same_as_the_call_was(
     first = await http.post(url, body)
     more = await http.post(url, {**body, "temperature": 0.25})  # another call stands between
     n_stored = len(world.stored())
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 5)
     for _ in range(2):
         assert _known(await http.post(url, body, retry=True)) == _known(first)
     again = await http.post(url, {**body, "temperature": 0.25}, retry=True)
     assert _known(again) == _known(more)
     assert len(world.stored()) == len(world.engine.requests) == n_stored
+
+
+async def test_a_retry_at_another_gateway_is_told_when_the_call_was_completed(
+    world: World, http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"model": "m", "input": "hi"}
+    first = await http.post(f"{world.base_url()}/v1/responses", body)
+    assert abs(first["completed_at"] - time.time()) < 60
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 300)
+    config, wiring = GatewayConfig(port=0), Wiring((world.engine.url,))
+    other = create_app(config, wiring, world.pool, world.tokenizer)
+    async with serving(other) as url:
+        again = await http.post(f"{url}/t1/p1/v1/responses", body, retry=True)
+    assert _known(again) == _known(first)
 
 
 def _known(answer: Any) -> Any:
