@@ -480,7 +480,7 @@ class Calls:
             "waited_s": round(asked_at - request.began_at, 4),
             "engine_s": round(live.engine_s, 4),
         }
-        live.call.completed = completed_at(live.timing)
+        live.call.completed = completed_at(live.timing, live.call.created)
         ids: list[int] = generation.response_ids.tolist()
         if request.n_logprobs is not None and not request.stream:
             live.on_tokens(ids, generation.log_probs.tolist(), generation.top_log_probs)

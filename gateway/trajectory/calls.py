@@ -444,14 +444,14 @@ def _give_up(calls: tuple[Call, ...], again: Call) -> None:
                 call.give_up()
 
 
-def completed_at(timing: Any) -> int:
-    """Unix seconds when a reply was sampled, by its Step's `timing`, so that all gateways say the
-    same; 0: that does not say it."""
+def completed_at(timing: Any, created: int) -> int:
+    """Unix seconds when a reply was sampled, by the `timing` of its Step, so that all gateways say
+    the same; `created` where that does not say it, and never before."""
     match timing:
         case {"began": float(began), "waited_s": float(waited), "engine_s": float(engine)}:
-            return int(began + waited + engine)
+            return max(created, int(began + waited + engine))
         case _:
-            return 0
+            return created
 
 
 def restore(
@@ -494,7 +494,7 @@ def restore(
             call = Call(
                 uid=uid,
                 created=note.created,
-                completed=completed_at(step.metadata.get("timing")) or note.created,
+                completed=completed_at(step.metadata.get("timing"), note.created),
                 retry=note.retry,
                 body=note.body,
                 is_retry=note.is_retry,
