@@ -68,7 +68,7 @@ class Names:
         found: dict[str, list[EntryPoint]] = {}
         for name, path in (self.built_in | dict.fromkeys(self.reserved, "")).items():
             found[name] = [EntryPoint(name, path, self.group)]
-        for entry in _installed(self.group, tuple((path, _changed(path)) for path in sys.path)):
+        for entry in _installed_now(self.group):
             found.setdefault(entry.name, []).append(entry)
         return found
 
@@ -179,6 +179,10 @@ class Registry(Generic[T]):
         return Found(name, source, "ready", about)
 
 
+def _installed_now(group: str) -> tuple[EntryPoint, ...]:
+    return _installed(group, tuple((path, _changed(path)) for path in sys.path))
+
+
 @functools.lru_cache(maxsize=64)
 def _installed(group: str, path: tuple[tuple[str, int | None], ...]) -> tuple[EntryPoint, ...]:
     """Entry points of the packages on this `path`. To find them reads a file of every package, some
@@ -192,8 +196,7 @@ def _was_claimed(group: str, name: str, path: tuple[str, ...]) -> bool:
     """A package on this `path` had the name when it was asked for first. Built-in ones are looked
     up for every batch and every check of an engine: whoever claims one later is told at the next
     start."""
-    state = tuple((folder, _changed(folder)) for folder in path)
-    return any(entry.name == name for entry in _installed(group, state))
+    return any(entry.name == name for entry in _installed_now(group))
 
 
 def _changed(folder: str) -> int | None:
