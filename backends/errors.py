@@ -117,6 +117,14 @@ class BatchError(BackendError, ValueError):
     """Steps or indices that no training batch can be made of."""
 
 
+def take_out(trajectory_uid: str) -> str:
+    """Remedy for a step by which a run would end again at each start."""
+    return (
+        "If the step was submitted by hand, take out its group: stepwell data delete --trajectory "
+        f"{trajectory_uid!r} RUN"
+    )
+
+
 class NonFiniteUpdateError(BackendError, ArithmeticError):
     """Too many optimizer updates in a row had a loss or gradient that is not finite."""
 

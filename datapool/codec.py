@@ -527,7 +527,7 @@ def _pack_extra(
         return encoder.encode(extra)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidStepError(
-            f"step {step.trajectory_uid!r}[{step.step_index}]: metadata, multi_modal_data or "
+            f"{step.label}: metadata, multi_modal_data or "
             f"routed_experts cannot be carried ({e}); pass JSON values, bytes or NumPy arrays"
         ) from e
 

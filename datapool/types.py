@@ -413,6 +413,11 @@ class Step:
             raise InvalidStepError(f"no Step has these fields ({e}); see Step.to_dict") from e
 
     @property
+    def label(self) -> str:
+        """The step as messages name it: `step 't-1'[0]`."""
+        return f"step {self.trajectory_uid!r}[{self.step_index}]"
+
+    @property
     def token_ids(self) -> TokenIds:
         """Prompt, then response; shape [P + R]."""
         return np.concatenate([self.prompt_ids, self.response_ids])
@@ -439,7 +444,7 @@ def _check_sampling(step: Step) -> None:
     if given is None or (isinstance(given, int | float) and 0 <= given < math.inf):
         return
     raise InvalidStepError(
-        f"step {step.trajectory_uid!r}[{step.step_index}]: metadata.sampling_params is "
+        f"{step.label}: metadata.sampling_params is "
         f"{params!r:.80}; pass an object whose temperature is a number from 0, or leave it out"
     )
 

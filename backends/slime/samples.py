@@ -215,12 +215,11 @@ def _samples(
     for step in steps:
         if step.multi_modal_data:
             raise BatchError(
-                f"step {step.trajectory_uid!r}[{step.step_index}] has multi_modal_data; slime is "
-                "given text and `Step.pictures`"
+                f"{step.label} has multi_modal_data; slime is given text and `Step.pictures`"
             )
         if step.pictures and inputs is None:
             raise BatchError(
-                f"step {step.trajectory_uid!r}[{step.step_index}] has pictures; set hf_checkpoint "
+                f"{step.label} has pictures; set hf_checkpoint "
                 "(--hf-checkpoint) to the folder of the model that reads them"
             )
     unseen = superseded(steps)
@@ -335,7 +334,7 @@ def _routing(steps: Sequence[Step]) -> npt.NDArray[Any] | None:
         n = 0 if array is None else len(array)
         if array is None or n != step.n_tokens - 1:
             raise BatchError(
-                f"step {step.trajectory_uid!r}[{step.step_index}]: routed_experts has {n} rows for "
+                f"{step.label}: routed_experts has {n} rows for "
                 f"{step.n_tokens} tokens; slime replays one for each token but the last: "
                 f"{step.n_tokens - 1}"
             )

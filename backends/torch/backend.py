@@ -41,7 +41,7 @@ from torch import Tensor
 
 from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
-from stepwell.backends.errors import BackendConfigError, BatchError
+from stepwell.backends.errors import BackendConfigError, BatchError, take_out
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint, module_name
 from stepwell.backends.pictures import PictureProcessor, no_pictures
 from stepwell.backends.rows import Layout, TokenRow, build_rows, computed_tokens, select
@@ -181,7 +181,7 @@ class TorchBackend(TrainingBackend):
         for step in steps:
             if step.multi_modal_data:
                 raise BatchError(
-                    f"{_name(step)} has multi_modal_data; the torch backend trains on text and "
+                    f"{step.label} has multi_modal_data; the torch backend trains on text and "
                     "on its pictures (`Step.pictures`)"
                 )
             if has_vision or step.pictures:
@@ -197,10 +197,10 @@ class TorchBackend(TrainingBackend):
     def _check_pictures(self, step: Step, pictures: Mapping[str, bytes]) -> None:
         processor = self._processor
         if processor is None:
-            raise BatchError(f"{_name(step)} has pictures, but {no_pictures(self._model_path)}")
+            raise BatchError(f"{step.label} has pictures, but {no_pictures(self._model_path)}")
         if np.isin(step.response_ids, processor.forbidden_ids).any():
             raise BatchError(
-                f"{_name(step)} has a vision token in its response_ids "
+                f"{step.label} has a vision token in its response_ids "
                 f"({', '.join(map(str, processor.forbidden_ids))}), which the model never samples"
             )
         placeholders = step.prompt_ids == processor.placeholder_id
@@ -209,15 +209,15 @@ class TorchBackend(TrainingBackend):
             run = placeholders[picture.at : picture.end]
             if picture.n_tokens != n_tokens or not run.all():
                 raise BatchError(
-                    f"{_name(step)} has {picture}, of which the model in {self._model_path} makes "
+                    f"{step.label} has {picture}, of which the model in {self._model_path} makes "
                     f"{n_tokens} placeholders (id {processor.placeholder_id}); engine and trainer "
                     "must load the same model"
                 )
             if picture.digest not in pictures:
-                raise BatchError(f"{_name(step)} has {picture}, whose bytes are not there")
+                raise BatchError(f"{step.label} has {picture}, whose bytes are not there")
         if int(placeholders.sum()) != sum(p.n_tokens for p in step.pictures):
             raise BatchError(
-                f"{_name(step)} has placeholders (id {processor.placeholder_id}) outside its "
+                f"{step.label} has placeholders (id {processor.placeholder_id}) outside its "
                 "pictures; a prompt has them for its pictures alone"
             )
 
@@ -228,10 +228,9 @@ class TorchBackend(TrainingBackend):
             if (largest := max(int(step.prompt_ids.max()), int(step.response_ids.max()))) >= vocab
         )
         return BatchError(
-            f"{_name(step)} has token id {largest}, but the model in {self._model_path} knows "
-            f"{vocab} tokens; engine and trainer must load the same model. If the step was "
-            "submitted by hand, take out its group: stepwell data delete --trajectory "
-            f"{step.trajectory_uid!r} RUN"
+            f"{step.label} has token id {largest}, but the model in {self._model_path} knows "
+            f"{vocab} tokens; engine and trainer must load the same model. "
+            f"{take_out(step.trajectory_uid)}"
         )
 
     def compute_log_probs(self, batch: TorchBatch) -> Tensor:
@@ -715,7 +714,3 @@ class TorchBackend(TrainingBackend):
 
 def _shortest(rows: Sequence[TokenRow]) -> TokenRow:
     return min(rows, key=lambda row: row.n_inputs)
-
-
-def _name(step: Step) -> str:
-    return f"step {step.trajectory_uid!r}[{step.step_index}]"

@@ -114,11 +114,11 @@ def build(
     for step in steps:
         if step.multi_modal_data:
             raise BatchError(
-                f"{_name(step)} has multi_modal_data; verl is given text and `Step.pictures`"
+                f"{step.label} has multi_modal_data; verl is given text and `Step.pictures`"
             )
         if step.pictures and images is None:
             raise BatchError(
-                f"{_name(step)} has pictures; set VerlConfig.model_path to the folder of the model"
+                f"{step.label} has pictures; set VerlConfig.model_path to the folder of the model"
             )
     _check_routed(steps)
     lengths = np.array([len(s.response_ids) for s in steps], dtype=np.int64)
@@ -146,7 +146,7 @@ def _check_routed(steps: Sequence[Step]) -> None:
     if any(has) and not all(has):
         without, one = steps[has.index(False)], steps[has.index(True)]
         raise BatchError(
-            f"{_name(without)} has no routed_experts and {_name(one)} has; verl replays the "
+            f"{without.label} has no routed_experts and {one.label} has; verl replays the "
             "routing of all rows or of none: convert them apart, or leave out those without"
         )
 
@@ -327,20 +327,16 @@ def _routed_experts(members: Sequence[Step], n: int) -> Tensor | None:
         record = np.asarray(step.routed_experts)
         if record.ndim != 3 or not step.n_tokens - 1 <= len(record) <= step.n_tokens:
             raise BatchError(
-                f"{_name(step)}: routed_experts has shape {record.shape}; pass [n, layers, top_k] "
+                f"{step.label}: routed_experts has shape {record.shape}; pass [n, layers, top_k] "
                 f"from the first prompt token on, n = {step.n_tokens - 1} or {step.n_tokens}"
             )
         if found is None:
             found = np.zeros((n, *record.shape[1:]), dtype=np.int16)
         if record.shape[1:] != found.shape[1:]:
             raise BatchError(
-                f"{_name(step)}: routed_experts has shape {record.shape} and the step before "
+                f"{step.label}: routed_experts has shape {record.shape} and the step before "
                 f"(…, {found.shape[1]}, {found.shape[2]}); one model routes both"
             )
         found[done : len(record)] = record[done:]
         done = len(record)
     return torch.from_numpy(found)
-
-
-def _name(step: Step) -> str:
-    return f"step {step.trajectory_uid!r}[{step.step_index}]"

@@ -273,7 +273,7 @@ def to_rows(
 
 
 def _columns_of(step: Step) -> dict[str, Any]:
-    owner = f"step {step.trajectory_uid!r}[{step.step_index}]"
+    owner = step.label
     return {
         **{name: getattr(step, name) for name in _OF_STEPS},
         "version_spans": [

@@ -75,7 +75,7 @@ def dump(groups: Sequence[Group], rollout_id: int, whole: WholeSamples) -> bytes
     """
     for step in (s for group in groups for s in group.steps if s.pictures):
         raise BatchError(
-            f"step {step.trajectory_uid!r}[{step.step_index}] has pictures, which a file of "
+            f"{step.label} has pictures, which a file of "
             f"slime's form ({SLIME_FORM}) does not hold; name a folder in "
             "trainer.save_debug_rollout_data"
         )

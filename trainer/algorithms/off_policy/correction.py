@@ -43,6 +43,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stepwell.backends.errors import take_out
 from stepwell.datapool.types import Step
 from stepwell.trainer.algorithms.off_policy.base import MAX_LOG_RATIO, Ratios
 from stepwell.trainer.config import OffPolicyConfig
@@ -93,10 +94,9 @@ def lags(
         if version < oldest:
             return published_at[oldest] - (oldest - version) * updates_per_sync
         raise VersionError(
-            f"step {step.trajectory_uid!r}[{step.step_index}] has policy_version {version}, but "
-            f"the versions published are {oldest}..{max(published_at)}; check the engine's "
-            "weight_version. If the step was submitted by hand, take out its group: stepwell data "
-            f"delete --trajectory {step.trajectory_uid!r} RUN"
+            f"{step.label} has policy_version {version}, but the versions published are "
+            f"{oldest}..{max(published_at)}; check the engine's weight_version. "
+            f"{take_out(step.trajectory_uid)}"
         )
 
     return torch.tensor(
