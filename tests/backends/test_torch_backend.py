@@ -559,10 +559,12 @@ def test_a_config_out_of_bounds_is_refused(bad: dict[str, Any]) -> None:
 # --- bfloat16
 
 
-def bfloat16_reference(path: Path, steps: Sequence[Step], width: int | None = None) -> Tensor:
-    """log π of what `path` publishes, as an engine in bfloat16 computes it: one step at a time, or
+def published(
+    path: Path, steps: Sequence[Step], dtype: torch.dtype, width: int | None = None
+) -> Tensor:
+    """log π of what `path` publishes, as an engine in `dtype` computes it: one step at a time, or
     all in one batch padded to `width`, which rounds elsewhere."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     def float_logits(input_ids: Tensor) -> Any:
         padded = torch.nn.functional.pad(input_ids, (0, width - input_ids.shape[1] if width else 0))
@@ -571,6 +573,17 @@ def bfloat16_reference(path: Path, steps: Sequence[Step], width: int | None = No
 
     with torch.no_grad():
         return plain_forward(float_logits, steps)[0]
+
+
+def in_bfloat16(path: Path, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
+    """log π as an engine in bfloat16 computes it, and how far from it another one may be: as far as
+    one that batches otherwise. A CPU without AVX-512 rounds almost alike in any batch: there, half
+    as far as bfloat16 is from float32."""
+    engine = published(path, steps, torch.bfloat16)
+    batched = published(path, steps, torch.bfloat16, width=160)
+    exact = published(path, steps, torch.float32)
+    apart, rounding = ((engine - other).abs().mean() for other in (batched, exact))
+    return engine, torch.maximum(apart, 0.45 * rounding)
 
 
 @pytest.mark.parametrize("rows", ["step", "merged", "tree"])
@@ -585,12 +598,10 @@ def test_in_bfloat16_the_policy_that_is_trained_is_the_one_that_engines_sample(
     steps = random_steps(1, 8)
     trained.train_step(with_columns(trained.convert(steps)), make_loss_fn(LossConfig()))
     trained.save_weights(tmp_path / "v1")
-    engine = bfloat16_reference(tmp_path / "v1", steps)
-    other_engine = bfloat16_reference(tmp_path / "v1", steps, width=160)
-    between_engines = (engine - other_engine).abs().mean()
+    engine, apart = in_bfloat16(tmp_path / "v1", steps)
     gap = (trained.compute_log_probs(trained.convert(steps)) - engine).abs().mean()
     # LoRA: W·x + B·A·x rounds once more than the merged weights do.
-    assert gap <= (2 if lora is None else 4) * between_engines
+    assert gap <= (2 if lora is None else 4) * apart
 
 
 def test_bfloat16_masters_keep_what_one_update_alone_would_round_away(model_path: Path) -> None:
