@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -23,9 +28,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 Durability: TypeAlias = Literal["none", "process", "power"]
 
@@ -49,12 +57,52 @@ TextPath: TypeAlias = Annotated[str, AT_HOME]
 """A path that stays text, as one with a field in it, or an id on the hub in its place."""
 
 
-class Section(BaseModel):
+@functools.cache
+def _meanings(module: str) -> dict[str, dict[str, str]]:
+    """The docstring of each field of each class of a module, by the class's qualified name; none
+    if its source is not here, as that of a session's."""
+    found: dict[str, dict[str, str]] = {}
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return found
+
+    def read(body: list[ast.stmt], path: str) -> None:
+        for at, after in pairwise([*body, ast.Pass()]):
+            if isinstance(at, ast.ClassDef):
+                read(at.body, f"{path}{at.name}.")
+            elif isinstance(at, ast.FunctionDef | ast.AsyncFunctionDef):
+                read(at.body, f"{path}{at.name}.<locals>.")
+            match at, after:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found.setdefault(path[:-1], {})[name] = inspect.cleandoc(text)
+
+    read(ast.parse(source).body, "")
+    return found
+
+
+class Described(BaseModel):
+    """A model whose JSON schema has the docstrings of its fields. They are read from its source
+    when somebody asks for the schema: pydantic's `use_attribute_docstrings` reads them at each
+    import, a quarter of what importing a configuration takes."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        properties = handler.resolve_ref_schema(found).get("properties", {})
+        for model in cls.__mro__:
+            if issubclass(model, Described):
+                for name, text in _meanings(model.__module__).get(model.__qualname__, {}).items():
+                    properties.get(name, {}).setdefault("description", text)
+        return found
+
+
+class Section(Described):
     """Base of every section of a configuration: unknown keys are refused, and nothing changes."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     named_by: ClassVar[str | None] = None
     """The key that text alone stands for: `reward: math` is `reward: {function: math}`."""
     spelled_out: ClassVar[Callable[[str], dict[str, str]] | None] = None

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stepwell.datapool.config import Described
 from stepwell.datapool.errors import (
     StepIndexError,
     TrajectoryClosedError,
@@ -51,8 +52,8 @@ StepReward: TypeAlias = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 StepIndex: TypeAlias = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
-class Body(Params):
-    model_config = ConfigDict(use_attribute_docstrings=True)
+class Body(Described, Params):
+    """Base of the bodies of the gateway's own endpoints."""
 
 
 def _no_owner(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from stepwell.datapool import ChannelConfig, PoolConfig
 
@@ -37,4 +37,24 @@ def test_values_out_of_bounds_and_unknown_keys_are_refused(section):
 
 @pytest.mark.parametrize("section", [PoolConfig, ChannelConfig])
 def test_every_field_says_what_it_means(section):
-    assert all(field.description for field in section.model_fields.values())
+    properties = section.model_json_schema()["properties"]
+    assert all(properties[field]["description"] for field in section.model_fields)
+
+
+def test_a_field_keeps_the_meaning_that_its_base_or_its_own_class_gives_it():
+    class Longer(PoolConfig):
+        shards: int = 2
+        """Mine."""
+        more: int = Field(default=0, description="In its field.")
+        """Not this."""
+        bare: int = 0
+
+    properties = Longer.model_json_schema()["properties"]
+    assert [properties[name].get("description") for name in ("shards", "more", "bare")] == [
+        "Mine.",
+        "In its field.",
+        None,
+    ]
+    known = PoolConfig.model_json_schema()["properties"]["durability"]["description"]
+    assert properties["durability"]["description"] == known
+    assert known.startswith("Failures that an acknowledged change survives: `none`")
