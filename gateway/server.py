@@ -26,7 +26,6 @@ out (`replicas.py`).
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import os
@@ -56,6 +55,7 @@ from stepwell.datapool.heap import (
 from stepwell.datapool.log_files import log_to_file, numbered_log
 from stepwell.datapool.nodes import live_nodes
 from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.gateway.address import bind
 from stepwell.gateway.config import TUNING, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.errors import GatewayError, PortInUseError
 from stepwell.gateway.http_protocol import ConnectionLimits, HttpProtocol
@@ -81,34 +81,6 @@ takes 3 ms with these; with the pool's, which holds more that stays, 10 and 36."
 PORTS = range(20000, 32768)
 """Ports from which a free one is taken: below those that outgoing connections get, one of which
 could otherwise have a replica's port when it starts again."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening address.
-
-    Raises:
-        PortInUseError: names `gateway.port`, its value and the remedy.
-        GatewayError: the address cannot be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named; without it, every answer
-    # on a kept connection waits 40 ms for a delayed ACK.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError as e:
-        listening.close()
-        if e.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"gateway.port is {port}, which another process uses on {host}; "
-                "stop it, choose another port, or set gateway.port=0 for a free one"
-            ) from e
-        raise GatewayError(
-            f"gateway.host is {host!r} and gateway.port is {port}: {e.strerror}; use an address of "
-            "this machine, and a port that you may open"
-        ) from e
-    return listening
 
 
 def http_protocol(config: GatewayConfig, tuning: Tuning = TUNING) -> Any:

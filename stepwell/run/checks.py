@@ -53,8 +53,8 @@ from stepwell.cluster.placement import Plan, machine, plan, trains_elsewhere, wa
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DataPoolError
 from stepwell.errors import RunUnavailableError
+from stepwell.gateway.address import bind
 from stepwell.gateway.errors import GatewayError, PortInUseError
-from stepwell.gateway.server import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
 from stepwell.run.folder import read_run, refuse_second_run, refuse_to_remove
 from stepwell.run.resume import check_resumed, check_same_data

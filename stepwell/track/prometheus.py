@@ -18,8 +18,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from stepwell.datapool.inspect.metrics import COUNTER, GAUGE, Family, families
+from stepwell.gateway.address import bind
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.server import bind
 from stepwell.trainer.errors import ConfigError
 
 MOST_KEYS: Final = 500

@@ -35,10 +35,11 @@ from stepwell.datapool.ops import AppendStep, Op, R, SubmitSteps
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.shard import LocalShard, Shard
 from stepwell.datapool.types import Step
+from stepwell.gateway.address import bind
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import ChannelSampling, GatewayConfig, Tuning, Wiring
 from stepwell.gateway.openapi_process import read_document
-from stepwell.gateway.server import bind, http_protocol
+from stepwell.gateway.server import http_protocol
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.tokens.messages import Keys, extend_key
 from stepwell.gateway.tokens.template import ChatTemplate

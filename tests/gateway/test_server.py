@@ -21,6 +21,7 @@ from stepwell.datapool import errors as pool_errors
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.gateway import errors
+from stepwell.gateway.address import bind
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
 from stepwell.gateway.errors import (
@@ -29,7 +30,7 @@ from stepwell.gateway.errors import (
     PortInUseError,
     RequestError,
 )
-from stepwell.gateway.server import HttpServer, bind, start_replicas
+from stepwell.gateway.server import HttpServer, start_replicas
 from tests.builders import until
 from tests.gateway.conftest import save_tokenizer
 

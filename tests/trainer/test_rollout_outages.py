@@ -23,9 +23,10 @@ import uvicorn
 from stepwell.datapool import DataPoolClient, PoolConfig
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN
+from stepwell.gateway.address import bind
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Tuning, Wiring
-from stepwell.gateway.server import bind, http_protocol
+from stepwell.gateway.server import http_protocol
 from stepwell.gateway.services import Services
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource

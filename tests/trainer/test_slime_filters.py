@@ -137,12 +137,12 @@ def test_what_an_agent_says_of_its_sample_names_no_code_and_changes_no_field() -
     (one, other), whole = with_tools(1.0, 0.5).trajectories, with_tools(1.0, 0.5)
     marked = [replace(t, metadata={"slime_sample": s}) for t, s in ((one, said), (other, "mine"))]
     assert rules(record).keep([replace(whole, trajectories=tuple(marked))])
-    ((_, (sample, second)),) = seen
+    ((args, (sample, second)),) = seen
     assert (sample.response, sample.n_searches, sample.prompt) == ("an answer", 3, "A?")
     assert (sample.custom_rm_path, sample.reward, sample.label) == (None, 1.0, "7")
     assert sample.tokens == second.tokens == [65, 66, 67, 68, 69, 70]
     assert sample.status == sample_class().Status.COMPLETED
-    assert sample.get_reward_value(None) == sample.to_dict()["reward"] == 1.0
+    assert sample.get_reward_value(args) == sample.to_dict()["reward"] == 1.0
 
 
 def test_an_over_sampling_filter_sees_whole_samples_of_every_group() -> None:
