@@ -100,9 +100,10 @@ class Described(BaseModel):
 
 
 class Section(Described):
-    """Base of every section of a configuration: unknown keys are refused, and nothing changes."""
+    """Base of every section of a configuration: unknown keys are refused, and nothing changes. Its
+    validator is built when it validates for the first time: most processes get theirs pickled."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     named_by: ClassVar[str | None] = None
     """The key that text alone stands for: `reward: math` is `reward: {function: math}`."""
     spelled_out: ClassVar[Callable[[str], dict[str, str]] | None] = None
