@@ -39,12 +39,12 @@ COST := $(BIN)/python -m tests.cost
 test: install
 	@exec $(COST) tests $(BIN)/pytest --durations=10
 
-#   make check  format check, lint, strict types, tests, and how long each took: what CI runs
+#   make check  format check, lint, strict types, the tests and those marked `slow`, and how long each took: what CI runs
 check: install
 	@$(COST) format $(BIN)/ruff format --check .
 	@$(COST) lint $(BIN)/ruff check .
 	@$(COST) types $(BIN)/mypy
-	@$(COST) tests $(BIN)/pytest --durations=10
+	@$(COST) tests $(BIN)/pytest -m "not long" --durations=10
 
 #   make test-long  what `make test` leaves out: quick runs of the benches, rarer restarts, properties on 500 examples
 .PHONY: test-long
@@ -171,7 +171,7 @@ AGENT_ROLLOUT_COMMIT := be675e6b4570dde4a9363a1f1e4b515d4ce947f0
 #   make test-slime  samples, advantages and the loss against slime itself, without Megatron and GPUs
 test-slime: install .slime/$(SLIME_COMMIT)-examples .slime-agent-rollout/$(AGENT_ROLLOUT_COMMIT)
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt pylatexenc
-	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/trainer/test_slime_filters.py tests/documents
+	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest -m "not long" tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py tests/trainer/test_slime_buffer.py tests/trainer/test_slime_filters.py tests/documents
 	PYTHONPATH=.slime-agent-rollout $(BIN)/pytest tests/backends/test_slime_of_agent_rollout.py
 
 .venv-trl/.installed: $(STAMP)
@@ -264,7 +264,7 @@ ON_SGLANG := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=sglang
 ENGINE_TESTS := tests/backends/engines
 test-sglang: install install-sglang
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.backends.engines.table sglang
-	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py $(ENGINE_TESTS)/test_transports.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "not long" $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_recorded.py $(ENGINE_TESTS)/test_doctor_engine.py $(ENGINE_TESTS)/test_transports.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" tests/backends/test_sent_from_ranks.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine or reward_model or pictures" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py

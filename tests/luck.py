@@ -124,7 +124,7 @@ def run_one(path: Path, output: int) -> NoReturn:
     os.dup2(output, 2)
     random.seed()
     np.random.seed()  # a forked process has its parent's
-    code = pytest.main(["-q", "-x", "--no-header", str(path)])
+    code = pytest.main(["-q", "-x", "--no-header", "-m", "not long", str(path)])
     sys.stdout.flush()
     atexit._run_exitfuncs()
     os._exit(code)

@@ -164,6 +164,7 @@ def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_pictures_
             assert not wrong, f"{module} imports {wrong}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [

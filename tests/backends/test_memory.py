@@ -61,6 +61,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(qwen3(vocab_size=4000, **sizes), tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures by /proc")
 @pytest.mark.timeout(300)  # the processes share two cores with others
 @pytest.mark.parametrize(

@@ -499,6 +499,7 @@ async def test_a_canary_before_anything_is_committed_is_refused(store: WeightSto
     assert all(r.serves for r in replicas)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["retract", "drain"])
 @pytest.mark.parametrize("seed", range(8))
 async def test_no_replica_serves_an_old_version_after_a_commit_however_they_are_killed(

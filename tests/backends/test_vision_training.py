@@ -472,6 +472,7 @@ def test_a_backend_that_trains_on_text_refuses_pictures_by_name() -> None:
 # ── engine and trainer ────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_agree_over_200_turns_of_linear_branched_and_retried_conversations(
     folder: Path,
 ) -> None:

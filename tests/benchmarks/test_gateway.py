@@ -179,6 +179,7 @@ def test_a_soak_runs_as_long_as_it_is_told_and_only_if_it_is_named(quick: BenchR
 # -- what is sent ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_conversations_are_as_long_as_the_claims_say(
     workload: Workload, conversations: dict[str, Conversations]
 ) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.chaos.pool_starvation import run
 
 
+@pytest.mark.slow
 def test_hanging_rollouts_cost_no_other_group_anything() -> None:
     result = asyncio.run(run(quick=True))
     figures = result.figures

@@ -105,6 +105,7 @@ async def test_all_that_clients_of_a_gateway_saw_is_found_and_no_word_of_who_is_
     assert talkers.failures == []
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_goes_on_keeps_no_word_of_what_was_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

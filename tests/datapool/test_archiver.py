@@ -123,6 +123,7 @@ async def test_an_archiver_that_is_late_waits_for_no_idle_processor(tmp_path):
             assert (os.SCHED_OTHER, min(19, os.nice(0) + LATE_NICE)) in priorities(process.pid)
 
 
+@pytest.mark.slow
 async def test_nothing_acknowledged_is_missing_when_pool_and_archiver_are_killed(tmp_path):
     """Trajectories that are trained, dropped, aborted or open are in the pool or in the archive."""
     folder, draw = tmp_path / "pool", random.Random(7)
@@ -204,6 +205,7 @@ async def test_a_catalogue_of_another_release_is_made_anew_by_who_looks(tmp_path
     assert found == ["t1", "t0"][not waits :]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 async def test_a_pool_starts_its_archiver_and_starts_it_again(tmp_path):
     config = config_of(tmp_path, journal_dir=tmp_path / "pool", shards=2)

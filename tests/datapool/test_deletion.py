@@ -12,6 +12,7 @@ from stepwell.datapool.inspect.pages import ExportedTrajectory
 from stepwell.datapool.ops import Delete
 
 
+@pytest.mark.slow
 async def test_a_stopped_pool_forgets_a_trajectory_and_what_has_a_tag(tmp_path, make_step):
     async with DataPoolClient.local(folder=tmp_path) as pool:
         for uid in ("a", "b", "c"):

@@ -269,6 +269,7 @@ def exported_trajectories(draw: Any) -> ExportedTrajectory:
     )
 
 
+@pytest.mark.slow
 @BOTH
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(batch=st.lists(exported_trajectories(), max_size=3))

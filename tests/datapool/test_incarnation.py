@@ -74,6 +74,7 @@ async def node_of(actor: Any) -> str:
     return node
 
 
+@pytest.mark.slow
 async def test_a_pool_comes_back_on_the_node_of_its_journal(
     start: Callable[[], Any], make_step: MakeStep
 ) -> None:
@@ -88,6 +89,7 @@ async def test_a_pool_comes_back_on_the_node_of_its_journal(
         assert await node_of(actor) == here
 
 
+@pytest.mark.slow
 async def test_a_client_on_another_node_reaches_the_pool_by_tcp(
     start: Callable[[], Any], make_step: MakeStep
 ) -> None:
@@ -126,6 +128,7 @@ async def test_a_client_on_another_node_reaches_the_pool_by_tcp(
     await client.close()
 
 
+@pytest.mark.slow
 async def test_a_pool_whose_journal_is_gone_is_not_started_over_empty(
     start: Callable[[], Any], make_step: MakeStep, tmp_path: Path
 ) -> None:
@@ -143,6 +146,7 @@ async def test_a_pool_whose_journal_is_gone_is_not_started_over_empty(
     assert (await again.get_statistics("train"))["groups"]["ready"] == 1
 
 
+@pytest.mark.slow
 async def test_a_pool_that_finds_another_journal_or_an_older_copy_is_not_started(
     start: Callable[[], Any], make_step: MakeStep, tmp_path: Path
 ) -> None:
@@ -193,6 +197,7 @@ def met_by(client: DataPoolClient) -> Incarnation | None:
     return port.met
 
 
+@pytest.mark.slow
 async def test_a_client_knows_the_new_generation_after_a_restart(start: Callable[[], Any]) -> None:
     client = client_of([start()])
     await client.get_statistics()

@@ -201,6 +201,7 @@ async def test_what_was_nacked_is_delivered_again() -> None:
     assert keeper.redelivered == 0
 
 
+@pytest.mark.slow
 async def test_leases_are_renewed_while_their_consumer_does_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

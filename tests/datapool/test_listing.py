@@ -357,6 +357,7 @@ def test_tokens_that_calls_have_in_common_are_counted_once():
     assert (row.n_tokens, row.n_unique_tokens) == (8, 5)
 
 
+@pytest.mark.slow
 def test_groups_with_many_steps_make_a_page_look_at_fewer_of_them():
     pool = build_pool()
     for i in range(200):

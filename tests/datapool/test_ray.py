@@ -317,6 +317,7 @@ async def test_a_lease_whose_answer_was_lost_is_given_again_to_the_same_call(
     assert await mortal.call(LeaseBatch(channel=channel, request_id="other")) == "nothing_yet"
 
 
+@pytest.mark.slow
 async def test_a_call_under_way_when_the_pool_is_killed_gets_its_answer(mortal, channel, make_step):
     fetch = asyncio.create_task(mortal.fetch_batch(channel=channel, timeout_s=60))
     await until(lambda: is_true(consumers(mortal, channel)))

@@ -227,6 +227,7 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
         start(2, tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_a_number_of_shards_that_cannot_be_noted_starts_no_pool(cluster, tmp_path):
     (tmp_path / f"{SHARDS_FILE}.{this_writer()}-{threading.get_native_id()}.tmp").mkdir()
     config = PoolConfig(shards=2, journal_dir=tmp_path)
@@ -244,6 +245,7 @@ def test_one_handle_of_several_shards_is_refused(cluster):
         start_data_pool(PoolConfig(shards=2), name="wrong")
 
 
+@pytest.mark.slow
 def test_a_pool_that_cannot_start_leaves_no_shard_behind(cluster, tmp_path):
     (tmp_path / "shard-1").mkdir()
     (tmp_path / "shard-1" / ACKED_NAME).write_text("this is no database, and never was one" * 99)
@@ -253,6 +255,7 @@ def test_a_pool_that_cannot_start_leaves_no_shard_behind(cluster, tmp_path):
         connect("broken")
 
 
+@pytest.mark.slow
 async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_run(
     cluster, tmp_path, make_step
 ):
@@ -765,6 +768,7 @@ def kept_from_restarting(folder):
         os.close(lock)
 
 
+@pytest.mark.slow
 async def test_a_dead_shard_stops_nobody_but_its_own_groups(mortal, channel, make_step):
     mine, theirs = uids(0, 30), uids(1, 30)
     await fill(mortal, [*mine[:10], *theirs[:10]], make_step, channel)

@@ -149,6 +149,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         process.join()
 
 
+@pytest.mark.slow
 async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(
     served: Served, tmp_path: Path
 ) -> None:

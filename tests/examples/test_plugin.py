@@ -62,6 +62,7 @@ def read(paths: list[Path]) -> list[dict[str, object]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_command_lists_both_with_their_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backends"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]

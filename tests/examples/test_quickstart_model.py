@@ -78,6 +78,7 @@ def test_its_tokenizer_is_the_one_that_the_script_makes(
     assert len(tokenizer) == 512
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_weights(tokenizer: PreTrainedTokenizerFast) -> None:
     def made(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)

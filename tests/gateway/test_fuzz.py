@@ -8,6 +8,7 @@ from hypothesis import settings
 from tests.gateway.fuzz import fuzz
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis
 async def test_no_generated_request_makes_the_gateway_fail() -> None:
     status, report = await fuzz(settings().max_examples // 10, seed=1)

@@ -319,6 +319,7 @@ def short_bodies_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_bodies, "LEAST_BYTES", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.hypothesis  # `make test-long` tries more
 @pytest.mark.parametrize("kind", [Chat, Anthropic, Responses, GeminiBodies])
 def test_bodies_say_the_same_whether_their_beginning_is_known_or_not(kind: type[Chat]) -> None:

@@ -99,6 +99,7 @@ def placeholder(world: World) -> int:
 # -- fifty turns -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_fifty_turns_of_screenshots_are_one_branch_in_chat_completions(
     vision: World,
 ) -> None:
@@ -126,6 +127,7 @@ LEFT_CLICK = (
 )
 
 
+@pytest.mark.slow
 async def test_fifty_computer_calls_are_one_branch_in_responses(vision: World) -> None:
     client = await vision.client()
     tool: Any = {
@@ -188,6 +190,7 @@ async def test_fifty_screenshots_in_tool_results_are_one_branch_in_anthropics_me
     assert count.input_tokens > len(vision.stored()[-1].prompt_ids)
 
 
+@pytest.mark.slow
 async def test_fifty_pictures_are_one_branch_in_gemini(vision: World) -> None:
     client = genai.Client(
         api_key="none", http_options=genai.types.HttpOptions(base_url=vision.base_url())

@@ -155,6 +155,7 @@ async def test_calls_for_another_engine_come_back_as_messages(
     assert len(other.engine.requests) == 6
 
 
+@pytest.mark.slow
 async def test_rollouts_that_fail_are_told_and_leave_no_open_trajectory(
     worlds: Callable[..., Any], prompts: str
 ):

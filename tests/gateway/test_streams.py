@@ -78,6 +78,7 @@ def body_of(answer: bytes) -> bytes:
         body, rest = body + rest[:n], rest[n + 2 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ENDS)
 async def test_a_client_that_does_not_read_holds_up_neither_its_call_nor_others_and_gets_it_all(
     worlds: Callable[..., Any], connections: list[HttpProtocol], path: str

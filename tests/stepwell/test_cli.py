@@ -86,8 +86,6 @@ def test_what_a_run_names_and_nobody_has_is_a_configuration_error_before_ray_sta
     [
         "stepwell config --keys *",
         "stepwell config --config quickstart",
-        "stepwell backends --json",
-        "stepwell backends",
         "stepwell top --json RUN",
         "stepwell status RUN",
     ],

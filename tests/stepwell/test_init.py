@@ -63,6 +63,7 @@ def test_any_name_of_a_folder_is_that_of_a_run(
     assert load_config("config.yaml").run.name == re.sub("[^a-z0-9]+", "-", name)
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(project: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

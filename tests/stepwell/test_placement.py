@@ -276,6 +276,7 @@ def gpus() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_actors_sit_where_the_plan_says_in_every_start(gpus: None) -> None:
     class Part:
@@ -299,6 +300,7 @@ def test_actors_sit_where_the_plan_says_in_every_start(gpus: None) -> None:
         assert [(bundle.node_id, bundle.gpu_ids) for bundle in placement.bundles] == seats
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_gpus_of_a_colocated_engine_are_those_of_its_ranks(gpus: None) -> None:
     class Part:
@@ -322,6 +324,7 @@ def test_the_gpus_of_a_colocated_engine_are_those_of_its_ranks(gpus: None) -> No
     placement.release()
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_critic_with_ranks_starts_where_no_gpu_is_left_over(gpus: None) -> None:
     class Part:

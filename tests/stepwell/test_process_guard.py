@@ -44,6 +44,7 @@ def test_a_module_of_the_users_named_trainer_does_not_disarm_the_guard(
     assert mine.wait(timeout=30) == -9
 
 
+@pytest.mark.slow
 def test_what_another_run_started_is_left_alone(start: Start) -> None:
     guard, other = ProcessGuard(), ProcessGuard()
     mine, theirs = start(guard.mark), start(other.mark)

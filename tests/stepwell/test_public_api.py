@@ -57,6 +57,7 @@ def test_importing_it_loads_neither_torch_nor_ray(line: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_it_is_a_command_too() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "stepwell", "config", "--config", "quickstart", "run.name=mine"],

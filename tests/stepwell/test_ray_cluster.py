@@ -121,6 +121,7 @@ def said(driver: subprocess.CompletedProcess[str]) -> list[list[str]]:
     return [line.split() for line in driver.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_variables_reach_ranks_engines_and_the_driver_and_end_with_the_run(
     said: list[list[str]],
 ) -> None:
@@ -147,6 +148,7 @@ def test_ray_warns_in_our_log_not_on_stdout(driver: subprocess.CompletedProcess[
     assert "\nlater\n" in driver.stderr, "a Ray that is none of ours prints as it does"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dies",
     ["driver", *(pytest.param(part, marks=pytest.mark.long) for part in ("gcs", "raylet"))],

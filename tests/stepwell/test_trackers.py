@@ -78,6 +78,7 @@ def test_tensorboard_gets_every_number_and_the_tables(tmp_path: Path) -> None:
     assert table.splitlines() == ["| prompt | score |", "| --- | --- |", "| 1\\|2 3 | 1.0 |"]
 
 
+@pytest.mark.slow
 def test_a_table_may_have_answers_of_several_types(tmp_path: Path) -> None:
     """wandb takes one type a column, also of what is inside."""
     answers = ["4", 4, None, [1, 2], ["a"], {"inputs": ["1"]}, {"inputs": [1]}, True, 2**70]
@@ -260,6 +261,7 @@ with writer(Path(sys.argv[1]), "logging.wandb=offline", "logging.tensorboard=tru
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_wandbs_service_was_killed(tmp_path: Path) -> None:
     # A service of its own: a process and its children share one, by their environment.
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}

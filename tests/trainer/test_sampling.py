@@ -552,6 +552,7 @@ async def test_a_batch_that_does_not_come_says_of_how_many_groups_it_is(tmp_path
             await run.train()
 
 
+@pytest.mark.slow
 async def test_the_last_batch_of_the_data_is_trained_though_it_cannot_be_filled_up(
     tmp_path: Path,
 ) -> None:
@@ -583,6 +584,7 @@ RETURNS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [(SYNC, "sampling.over_sampling_batch_size=6"), RETURNS, (ONE_STEP_OFF,)]
 )

@@ -344,6 +344,7 @@ def test_with_async_save_a_checkpoint_is_durable_when_the_next_one_is_begun(
     assert counts(channel)["acked"] == 6
 
 
+@pytest.mark.slow
 def test_leases_are_renewed_while_slime_trains(
     make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +373,7 @@ def test_groups_whose_lease_ran_out_are_recognised_and_not_trained_twice(
 # -- what a restarted slime finds --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_slime_killed_between_two_rollouts_loses_nothing_and_trains_nothing_twice(
     channel: str, tmp_path: Path
 ) -> None:

@@ -737,6 +737,7 @@ async def test_python_knows_nothing_of_our_environment(monkeypatch: pytest.Monke
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "limits", "message"),
     [

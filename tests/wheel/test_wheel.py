@@ -100,6 +100,7 @@ def files_of(folder: Path) -> Iterator[str]:
         yield from (str((Path(here) / name).relative_to(folder)) for name in names)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_each_room_once_and_nothing_else(wheel: Path) -> None:
     expected = {
         os.path.normpath(f"stepwell/{package}/{file}")

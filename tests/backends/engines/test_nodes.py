@@ -119,6 +119,7 @@ async def test_a_part_that_cannot_start_stops_the_others(
         assert await pids(server) == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     "victim", ["EngineGroupServer", pytest.param("EngineNode", marks=pytest.mark.long)]

@@ -86,6 +86,7 @@ async def test_a_run_that_publishes_nothing_is_only_told(caplog: pytest.LogCaptu
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_training_run_on_a_server_with_another_api_ends_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

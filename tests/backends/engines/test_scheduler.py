@@ -51,6 +51,7 @@ def assert_exact(reference: Any, request: Request, temperature: float = 1.0) -> 
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["base", "llama"])
 def test_staggered_requests_of_all_lengths_are_exact_over_reused_rows_and_prefixes(
     architecture: str, model_dirs: Any, reference: Callable[..., Any]

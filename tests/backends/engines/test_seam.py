@@ -363,6 +363,7 @@ async def test_a_request_that_a_pause_holds_goes_on_under_the_new_weights_with_t
     assert_of(call, spans, dict(zip((0, 7), endless, strict=True)), reference)
 
 
+@pytest.mark.slow
 async def test_an_update_without_a_pause_lets_running_requests_finish_on_the_old_weights(
     engine: Engine, ask: Asker, endless: tuple[Path, Path], reference: Callable[..., Any]
 ) -> None:

@@ -29,6 +29,7 @@ def gone(pid: int, timeout_s: float = 20.0) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 async def test_the_actor_starts_an_engine_and_killing_it_leaves_none(
     model_dirs: Any, make_engine_config: Callable[..., EngineConfig], tmp_path: Path

@@ -340,6 +340,7 @@ def asked_for_a_token(store: WeightStore, folder: Path) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_publication_that_begins_while_the_engine_is_asked_for_a_token_is_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,7 @@ async def test_a_group_that_breaks_leaves_the_version_on_disk_to_be_read(
     await broken.close()
 
 
+@pytest.mark.slow
 async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_weights_in_a_new_group(
     model_dirs: Any, reference: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -472,6 +473,7 @@ class OfTwoRanks(FakeEngine):
         self.version = version
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # two processes import torch, on a machine that may be busy
 async def test_each_process_of_an_engine_reads_all_tensors_from_memory_of_the_machine(
     model_dirs: Any,

@@ -113,6 +113,7 @@ def text(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(30, 120) for _ in range(n)]
 
 
+@pytest.mark.slow
 def test_staggered_requests_with_pictures_are_exact_over_reused_rows_and_prefixes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,6 +330,7 @@ async def test_a_call_that_is_cancelled_ends_its_process(write: Write, tmp_path:
         assert scores(await manager.score([RewardSample("any", "fine", None, info)])) == [1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("death", ["os._exit(3)", "sys.exit()", "os.kill(os.getpid(), 9)"])
 async def test_a_process_that_dies_is_a_missing_score_and_is_replaced(
     write: Write, death: str

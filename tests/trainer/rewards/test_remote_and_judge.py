@@ -244,6 +244,7 @@ async def test_a_judge_without_a_verdict_is_a_missing_score_not_zero(verdict: st
         await judged(says(verdict))
 
 
+@pytest.mark.slow
 async def test_a_judge_that_fails_is_asked_again_and_then_missing() -> None:
     assert await judged(FAILED, "drop", says("Score: 10")) == 1.0
     async with serving(FAILED) as server:  # until the reward's own limit, as `remote`
