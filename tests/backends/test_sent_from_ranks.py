@@ -62,6 +62,7 @@ async def run(model_path: Path, folder: Path, *sizes: int) -> None:
         await asyncio.to_thread(supervisor.stop)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_one_process_sends_what_it_trained(model_path: Path, tmp_path: Path) -> None:
     await run(model_path, tmp_path, 1)

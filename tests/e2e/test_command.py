@@ -29,7 +29,7 @@ from tests.documented_metrics import documented, undocumented, unseen
 from tests.e2e.commands import start
 from tests.e2e.conftest import ROOT, SMALL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
@@ -145,7 +145,6 @@ def check_interrupted(run: Interrupted) -> None:
     assert not alive, [p.cmdline()[:3] for p in alive]
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_saves_and_leaves_no_process(interrupted: Interrupted) -> None:
     check_interrupted(interrupted)
 
@@ -158,7 +157,6 @@ def test_a_terminated_run_saves_and_leaves_no_process(
     check_interrupted(interrupt(tmp_path, number))
 
 
-@pytest.mark.slow
 def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Resumed) -> None:
     folder, steps = resumed.folder, [*range(1, resumed.last + 1)]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

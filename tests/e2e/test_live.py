@@ -31,7 +31,7 @@ from tests.builders import until
 from tests.e2e.commands import start
 from tests.e2e.test_try import harness
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AGENTS = 3
 REST_S = 0.2
@@ -149,7 +149,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         process.join()
 
 
-@pytest.mark.slow
 async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(
     served: Served, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_training_run_with_it_is_refused_before_anything_starts(
     assert "'jsonl', which does not implement compute_log_probs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_its_engine_serves_at_low_priority(tmp_path: Path) -> None:
     config = EngineConfig(
         kind="background", model_path=EXAMPLES / "quickstart" / "model", startup_timeout_s=240

@@ -345,6 +345,7 @@ def test_a_critic_with_ranks_starts_where_no_gpu_is_left_over(gpus: None) -> Non
     placement.release()
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_single_rank_keeps_its_gpu_from_the_engines(
     gpus: None, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def merged_weight(path: Path) -> torch.Tensor:
     return load_file(path / "model.safetensors")[f"{MODULE}.weight"]
 
 
+@pytest.mark.slow
 def test_adapters_replace_each_other_and_leave_no_trace(model_dirs: Any, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(model_dirs.base, dtype=torch.float32)
     own = dict(model.named_parameters())[f"{MODULE}.weight"]

@@ -88,6 +88,7 @@ async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_comm
     assert gone(status["pid"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 async def test_a_failed_start_reaches_the_caller_as_itself(tmp_path: Path) -> None:
     server = start_engine(EngineConfig(model_path=tmp_path / "absent"), log_dir=tmp_path)
