@@ -452,7 +452,6 @@ def test_groups_whose_ack_may_be_lost_are_held_and_named_until_somebody_decides(
     pool.journal.close()
 
 
-@pytest.mark.slow
 def test_what_was_deleted_of_a_group_does_not_come_back_with_a_damaged_journal(
     tmp_path: Path,
 ) -> None:

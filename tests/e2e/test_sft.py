@@ -44,7 +44,6 @@ def test_the_demos_loss_falls_and_its_score_rises(tmp_path: Path) -> None:
     assert (tmp_path / "run/reward.png").is_file()
 
 
-@pytest.mark.slow
 def test_a_run_without_agent_serves_nobody(tmp_path: Path) -> None:
     done = run_here(command(tmp_path, 8, *WITHOUT_AGENT, "trainer.total_steps=2"))
     assert done.returncode == 0, done.stderr
@@ -75,7 +74,6 @@ def test_a_killed_run_without_agent_trains_every_row_once(tmp_path: Path) -> Non
     assert (tmp_path / "run/weights/current.json").is_file()
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_back_sums_up_the_steps_that_it_kept(tmp_path: Path) -> None:
     argv = command(tmp_path, 32, *WITHOUT_AGENT, "trainer.checkpoint_every=2")
     done = run_here([*argv, "trainer.total_steps=4"])

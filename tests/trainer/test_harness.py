@@ -247,7 +247,6 @@ LOSSES: Mapping[str, tuple[str, type[Exception], str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_each_loss_has_its_reason_and_leaves_nothing(tmp_path: Path, loss: str) -> None:
     script, error, why = LOSSES[loss]
@@ -483,7 +482,6 @@ async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:
     left_nothing(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, pytest.param(10, marks=pytest.mark.long)])
 async def test_many_rollouts_of_bad_harnesses_are_lost_each_with_its_reason(
     tmp_path: Path, gateway: RecordingGateway, n: int

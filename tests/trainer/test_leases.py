@@ -145,7 +145,6 @@ async def test_a_checkpoint_longer_than_a_lease_trains_every_prompt_once(
 # -- the process stands still ------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_process_that_stood_still_longer_than_a_lease_trains_every_prompt_once(
     cluster: str, tmp_path: Path, mode: str

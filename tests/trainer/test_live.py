@@ -169,7 +169,6 @@ async def test_what_a_killed_trainer_had_leased_is_trained_by_the_next_one_once(
     assert set(trained(run)) <= set(uids)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["flip", "cut"])
 @pytest.mark.parametrize("from_end", [60, 700, 3000, 9000])
 async def test_what_was_acked_is_not_trained_again_after_a_salvage_even_if_it_is_released(

@@ -87,7 +87,6 @@ async def trained(config: RunConfig, backend: RecordingBackend, steps: int) -> S
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync", "one_step_off"])
 async def test_broken_weights_are_rolled_back_by_their_rewards(mode: str, tmp_path: Path) -> None:
     larger = ("trainer.train_batch_size=8", "rollout.max_outstanding_groups=16")
@@ -144,7 +143,6 @@ async def waiting_for_groups(run: SmallRun, steps: int) -> AsyncIterator[None]:
         held.set()
 
 
-@pytest.mark.slow
 async def test_steps_of_a_version_that_a_command_served_are_trained_on_its_weights(
     tmp_path: Path,
 ) -> None:

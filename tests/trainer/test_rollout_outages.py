@@ -480,7 +480,6 @@ async def test_an_evaluation_outlasts_an_outage_of_the_engine(rig: Rig) -> None:
     assert [len(g.trajectories) for g in lease.groups] == [2, 2, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 async def test_prompts_outlast_the_death_of_a_rollout_worker(rig: Rig) -> None:
     config = rig.config(agent=f"{__name__}:asks_slowly", max_attempts=1)

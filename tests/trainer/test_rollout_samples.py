@@ -238,7 +238,6 @@ async def test_a_run_whose_data_ends_with_an_evaluated_step_is_not_evaluated_twi
     assert [e["step"] for e in summary["evals"]] == [0, 2, 4]
 
 
-@pytest.mark.slow
 async def test_a_run_may_only_evaluate_what_was_trained_before(tmp_path: Path) -> None:
     async with small_run(small_config(tmp_path)) as run:
         await whole_run(run)

@@ -208,7 +208,6 @@ async def test_a_resumed_mixture_goes_on_in_both_channels(tmp_path: Path) -> Non
         assert (found.trained, found.skipped, found.doubled) == (6, (), ())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync", "one_step_off"])
 async def test_when_the_conversations_are_used_up_rollouts_take_their_places(
     tmp_path: Path, mode: str
