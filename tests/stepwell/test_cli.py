@@ -86,6 +86,8 @@ def test_what_a_run_names_and_nobody_has_is_a_configuration_error_before_ray_sta
     [
         "stepwell config --keys *",
         "stepwell config --config quickstart",
+        pytest.param("stepwell backends --json", marks=pytest.mark.slow),
+        pytest.param("stepwell backends", marks=pytest.mark.slow),
         "stepwell top --json RUN",
         "stepwell status RUN",
     ],
