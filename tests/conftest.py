@@ -7,6 +7,7 @@ make test-long    500 examples, and everything that is marked `long`
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import ssl
 import tempfile
@@ -69,6 +70,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(5000, 20, 20)
     gc.enable()
+    # pytest hangs two handlers on every logger that hands nothing on, three times a test. PyTorch
+    # has ninety of them; now what they say comes through the one at their top.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,9 @@ ADMIN, AGENT = "an-admin-key-for-tests", "an-agent-key-for-tests"
 
 @pytest.fixture
 async def shown(tmp_path: Path) -> AsyncIterator[Demo]:
-    async with demo(tmp_path) as served:
+    folder = tmp_path / "runs" / "shown"  # the runs beside it are listed: no other test's folders
+    folder.mkdir(parents=True)
+    async with demo(folder) as served:
         await fill(served, groups=3)
         await train(served, steps=12)
         yield served
