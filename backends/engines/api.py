@@ -94,7 +94,8 @@ class GenerateRequest(NamedTuple):
     """One prompt to sample from."""
 
     rid: str
-    """Name for `Engine.abort`."""
+    """Name for `Engine.abort`, of no other request: 2 s after a stream's end SGLang aborts what has
+    its name."""
     input_ids: TokenIds
     sampling: Sampling
     max_new_tokens: int

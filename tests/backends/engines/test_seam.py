@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -46,13 +47,14 @@ CLOSE = {"atol": 1e-4, "rtol": 0}
 class Call:
     """A request under way, with the outputs that came."""
 
-    def __init__(self, engine: Engine, rid: str, n: int, *, stream: bool, **sampling: Any) -> None:
+    def __init__(self, engine: Engine, n: int, *, stream: bool, **sampling: Any) -> None:
+        self.rid = uuid.uuid4().hex
         self.outputs: list[Output] = []
         self._n = n
         self._news = asyncio.Event()
         settings = Sampling(n, **{"temperature": 1.0, **sampling})
         prompt = np.array(PROMPT, np.int32)
-        request = GenerateRequest(rid, prompt, settings, n, stream=stream)
+        request = GenerateRequest(self.rid, prompt, settings, n, stream=stream)
         self.task = asyncio.create_task(engine.sample(request, self._take))
 
     def _take(self, output: Output) -> None:
@@ -91,15 +93,13 @@ class Asker:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._calls = 0
 
     def endless(self, **sampling: Any) -> Call:
         """A stream that goes on."""
         return self.call(ENDLESS, stream=True, **sampling)
 
-    def call(self, n: int, *, stream: bool = False, rid: str = "", **sampling: Any) -> Call:
-        self._calls += 1
-        return Call(self._engine, rid or f"r{self._calls}", n, stream=stream, **sampling)
+    def call(self, n: int, *, stream: bool = False, **sampling: Any) -> Call:
+        return Call(self._engine, n, stream=stream, **sampling)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ async def engine(
         if (await engine.state()).version != 0:
             await engine.update_weights_from_disk(str(endless[0]), 0)
         # A server may look at an abort when it steps next: this request is it.
-        await Asker(engine).call(1, rid="last").task
+        await Asker(engine).call(1).task
 
 
 @pytest.fixture
@@ -297,11 +297,11 @@ async def test_a_string_that_stops_is_named_and_its_tokens_are_kept(ask: Asker) 
 async def test_an_aborted_request_ends_with_what_it_has_and_others_go_on(
     engine: Engine, ask: Asker
 ) -> None:
-    doomed, spared = ask.endless(rid="doomed"), ask.endless(rid="spared")
+    doomed, spared = ask.endless(), ask.endless()
     await doomed.started()
     await spared.started()
     await engine.abort("nobody")
-    await engine.abort("doomed")
+    await engine.abort(doomed.rid)
     last = await doomed.ended()
     assert (last.finish, spans_of(last)) == ("abort", [0])
     assert 5 <= len(doomed.ids) < ENDLESS
@@ -423,12 +423,12 @@ async def test_new_weights_use_no_prefix_of_the_old_ones(
 async def test_a_call_that_is_cancelled_and_aborted_frees_its_place(
     engine: Engine, ask: Asker
 ) -> None:
-    calls = [ask.endless(rid=f"gone{i}") for i in range(8)]  # as many as it takes at once
+    calls = [ask.endless() for _ in range(8)]  # as many as it takes at once
     for call in calls:
         await call.started(1)
-    for i, call in enumerate(calls):
+    for call in calls:
         call.task.cancel()
-        await engine.abort(f"gone{i}")
+        await engine.abort(call.rid)
     async with asyncio.timeout(120):  # a machine may be busy; endless ones take longer
         await ask.call(2).task
 
