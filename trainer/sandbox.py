@@ -53,8 +53,12 @@ def read(n):  # not through sys.stdin, whose buffer would take from what is the 
     while len(data) < n and (chunk := os.read(0, n - len(data))):
         data += chunk
     return data
-source = read(int(read(16))).decode()
+source, is_heard = read(int(read(16))).decode(), read(1) == b"1"
 os.write(1, b"\\6")
+if not is_heard:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
 scope = {"__name__": "__main__"}
 tree = ast.parse(source, "<code>")
 last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -100,18 +104,21 @@ class Ended(NamedTuple):
     """The end of a program."""
 
     output: str
-    """Its stdout and stderr together."""
+    """Its stdout, and stderr where that was wanted."""
     failure: str
     """Reason why it failed; empty: it ended well."""
     seconds: float = 0.0
     """Time that it took."""
 
 
-async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = "") -> Ended:
+async def run(
+    program: str, folder: Path, limits: SandboxConfig, stdin: str = "", *, stderr: bool = True
+) -> Ended:
     """Run `program` in `folder`; the value of a last expression is printed, as at a prompt.
 
     Args:
         stdin: what it may read.
+        stderr: its stderr is output, too; else it is lost.
 
     Raises:
         OSError: no process could be started; that says nothing of the program.
@@ -136,7 +143,8 @@ async def run(program: str, folder: Path, limits: SandboxConfig, stdin: str = ""
     )
     process = child.process
     source = program.encode(errors="surrogatepass")
-    given = b"%016d%b%b" % (len(source), source, stdin.encode(errors="surrogatepass"))
+    rest = stdin.encode(errors="surrogatepass")
+    given = b"%016d%b%d%b" % (len(source), source, stderr, rest)
     output, failure = bytearray(), ""
     feeding = asyncio.create_task(_feed(process, given))
     try:

@@ -36,7 +36,8 @@ from stepwell.trainer.sandbox import Ended, SandboxConfig, run
 
 MOST_OF_A_WRONG_ONE = 10
 """Tests that count for a program that does not pass them all, as in verl."""
-_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```[^`\n]+```|```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+"""A block, or code within a line, which has no groups."""
 _PRELUDE = """\
 import bisect, collections, functools, heapq, itertools, json, math, random, re, string, sys
 from bisect import *
@@ -64,7 +65,9 @@ _CALLED = (
 import json
 name, arguments, mark = json.loads(given.read())
 owner = answer.Solution() if hasattr(answer, "Solution") else answer
-print("\\n" + mark + json.dumps(getattr(owner, name)(*arguments), default=list))
+def plain(value):  # numpy's, and what is iterated over
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+print("\\n" + mark + json.dumps(getattr(owner, name)(*arguments), default=plain))
 """
 )
 
@@ -146,8 +149,9 @@ class CodeReward:
             passed.append(not ended.failure and await asyncio.to_thread(test.passes, ended.output))
         n = len(tests)
         right = len(passed) == n and all(passed)
-        share = sum(passed[:MOST_OF_A_WRONG_ONE]) / min(n, MOST_OF_A_WRONG_ONE)
-        if len(passed) < n and all(passed):  # out of time: of all tests
+        # verl's counts the first ten alone, and pays 1 where only a later one fails.
+        share = sum(passed) / max(len(passed), min(n, MOST_OF_A_WRONG_ONE))
+        if all(passed):  # out of time, or right: of all tests
             share = len(passed) / n
         score = 1.0 if right else share * self._continuous
         return {"score": float(score), "acc": right, "passed": sum(passed), "tests": n}
@@ -163,7 +167,7 @@ class CodeReward:
         limits = self._limits.model_copy(update={"output_chars": most})
         folder = Path(tempfile.mkdtemp(prefix="stepwell-code-"))
         try:
-            return await run(program, folder, limits, test.stdin)
+            return await run(program, folder, limits, test.stdin, stderr=False)
         finally:
             await asyncio.to_thread(_remove, folder)
 
@@ -176,17 +180,22 @@ def _remove(folder: Path) -> None:
 
 
 def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:
-    """The last Python block of `answer`, else its last block, else all of it. What only goes on
-    after HumanEval's prompt gets the prompt before it."""
+    """The last Python block of `answer`, else its last block, else all of it. HumanEval's prompt
+    stands before it: what only goes on after it needs that, and its tests may call what is defined
+    in the prompt beside the function that was asked for."""
     reply = answer.rpartition("</think>")[2]
-    blocks = [(block[1], _unindented(reply, block)) for block in _BLOCK.finditer(reply)]
+    found = [block for block in _BLOCK.finditer(reply) if block[2] is not None]
+    blocks = [(block[1], _unindented(reply, block)) for block in found]
     python = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
     code: str = [*(code for _, code in blocks), *python][-1] if blocks else reply
     known = {**info, **truth} if isinstance(truth, Mapping) else info
     name, prompt = known.get("entry_point"), known.get("prompt")
-    if isinstance(prompt, str) and name and not re.search(rf"\bdef {re.escape(name)}\b", code):
-        code = prompt + code
-    return code
+    if not isinstance(prompt, str) or not name:
+        return code
+    asked = rf"\bdef {re.escape(name)}\b"
+    if not re.search(asked, code):
+        return prompt + code
+    return f"{prompt}\n{code}" if re.search(asked, prompt) and _is_python(prompt) else code
 
 
 def _unindented(reply: str, block: re.Match[str]) -> str:
@@ -248,7 +257,8 @@ def _of_a_call(name: str, given: Any, wanted: Any) -> _Test:
         if not found or not _is_json(result):
             return False
         got = json.loads(result)
-        return bool(got == want or [got] == want)  # some sets put the one result into a list
+        # Some sets put the one result into a list.
+        return _same_value(got, want) or _same_value([got], want)
 
     return _Test(_CALLED, json.dumps([name, arguments, mark]), passes, 2 * len(json.dumps(want)))
 
@@ -274,6 +284,25 @@ def _same_word(got: str, right: str) -> bool:
         return "." in right and math.isclose(float(got), float(right), rel_tol=1e-6, abs_tol=1e-6)
     except ValueError:
         return False
+
+
+def _same_value(got: Any, right: Any) -> bool:
+    """Equal but for the last digits of decimals, as those of a program's output."""
+    if isinstance(right, list) and isinstance(got, list):
+        return len(got) == len(right) and all(map(_same_value, got, right))
+    if isinstance(right, dict) and isinstance(got, dict):
+        return got.keys() == right.keys() and all(_same_value(got[k], right[k]) for k in right)
+    if isinstance(right, float) and isinstance(got, int | float):
+        return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-6)
+    return bool(got == right)
+
+
+def _is_python(text: str) -> bool:
+    try:
+        compile(text, "<prompt>", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _is_json(text: str) -> bool:

@@ -45,7 +45,10 @@ briefly, then end with a line of the form
 Score: <number>"""
 FAILURE: ContextVar[str] = ContextVar("FAILURE", default="")
 """Last failure of the call under way: the client does not say why it asks again."""
-VERDICT = re.compile(r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)")
+VERDICT = re.compile(
+    r"(?im)^\W*(?:final\s+)?score\b\W*?(?:[(\[][^)\]\n]*[)\]]\W*?)?(-?\d+(?:\.\d+)?)"
+)
+"""The number behind `Score`, and behind its scale, if that is in brackets."""
 
 
 class LLMJudge:

@@ -27,6 +27,13 @@ TAIL = 1000
 DAPO_TAIL = 300
 
 _WORDS = re.compile(r"[A-Za-z]{2,}(?:[ '.-]+[A-Za-z.]+)*")
+_PRODUCT = re.compile(r"[a-z]{2,3}")
+"""Of letters: `xy`, which is also `yx`. What is longer is a word."""
+_NUMBER_AS_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{\s*(-?\d[\d,.]*)\s*\}")
+_END = re.compile(r"<\|(?:im_end|endoftext)\|>")
+"""Tokens that are text where special tokens are not skipped."""
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,; ]|~|\{,\})(?=\d{3}(?!\d))")
+"""What LaTeX puts between the thousands."""
 
 
 def score(
@@ -93,10 +100,11 @@ def dapo(
 ) -> dict[str, Any]:
     """DAPO's rule (arXiv 2503.14476, §2.4): 1.0 if right, else -1.0; `acc` and `pred` beside it.
 
-    The answer is the last line `Answer: …` of the last 300 characters.
+    The answer is the last line `Answer: …` of the last 300 characters, or the line after it, as in
+    verl.
     """
     truths = _truths(ground_truth, data_source)
-    lines = re.findall(r"(?i)answer\s*:[ \t]*([^\n]+)", solution_str[-DAPO_TAIL:])
+    lines = re.findall(r"(?i)answer\s*:[\s*]*([^\n]+)", solution_str[-DAPO_TAIL:])
     pred = lines[-1].strip() if lines else None
     right = pred is not None and _any_equal(_as_answer(pred), truths)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
@@ -109,12 +117,15 @@ def equal(answer: str, truth: str) -> bool:
     Raises:
         RewardValueError: `truth` is nothing that it can read.
     """
+    answer, truth = _plain_numbers(answer), _plain_numbers(truth)
     given = last_boxed(answer)
     text = _plain(given if given is not None else answer)
     if text == _plain(truth):
         return True
-    if _WORDS.fullmatch(_plain(truth)):
+    if _WORDS.fullmatch(_plain(truth)) and not _PRODUCT.fullmatch(truth.strip().strip("$")):
         return False  # sympy would read a word as a product of its letters: Paris = pairs
+    if truth == "pi":
+        truth = r"\pi"
     wanted = parse(
         f"\\boxed{{{truth}}}",
         [LatexExtractionConfig()],
@@ -151,7 +162,12 @@ def _as_answer(line: str) -> str:
     """A line as math-verify finds it, whether it is LaTeX in dollars, boxed or plain."""
     if last_boxed(line) is not None:
         return line
-    return "\\boxed{" + line.strip().strip("$").rstrip(".").strip("$ ") + "}"
+    line = _END.sub("", line).strip("*` ")
+    return "\\boxed{" + line.strip("$").rstrip(".").strip("$ ") + "}"
+
+
+def _plain_numbers(text: str) -> str:
+    return _BETWEEN_DIGITS.sub("", _NUMBER_AS_TEXT.sub(r"\1", text))
 
 
 def _plain(text: str) -> str:

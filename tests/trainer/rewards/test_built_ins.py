@@ -92,6 +92,14 @@ def test_with_boxed_before_its_name_a_reward_sees_the_box_only(
         ("no number at all", "3", 0.0),
         (r"\boxed{\text{Paris}}", "Paris", 1.0),
         (r"\boxed{Pairs}", "Paris", 0.0),
+        (r"\boxed{yx}", "xy", 1.0),
+        (r"\boxed{x \cdot y}", "xy", 1.0),
+        (r"\boxed{xz}", "xy", 0.0),
+        (r"\boxed{\pi}", "pi", 1.0),
+        (r"\boxed{10\,000}", "10000", 1.0),
+        (r"\boxed{\text{10,000}}", "10000", 1.0),
+        (r"\boxed{10\,001}", "10000", 0.0),
+        (r"\boxed{1\,2}", "12", 0.0),
         ("12 " + "x " * 2000, "12", 0.0),
     ],
 )
@@ -136,7 +144,11 @@ def test_deepscaler_pays_for_a_box_after_the_thinking(answer: str, expected: flo
         (r"answer: \boxed{12}", 1.0),
         ("Answer: 12\nAnswer: 3", -1.0),
         ("12", -1.0),
-        ("Answer:\n12", -1.0),
+        ("Answer:\n12", 1.0),
+        ("**Final Answer:**\n\n$12$", 1.0),
+        ("Answer: **12**", 1.0),
+        ("Answer: 12<|im_end|>", 1.0),
+        ("Answer:\n13", -1.0),
         ("Answer: 12" + " " * 300, -1.0),
     ],
 )
@@ -204,6 +216,13 @@ def test_f1_without_a_right_answer_is_missing_not_zero() -> None:
         ("I'd say B", "B"),
         ("D", "D"),
         ("The answer is a fish", None),
+        ("The correct answer: (b)", "B"),
+        ("answer: c.", "C"),
+        ("B is correct because A fails.", "B"),
+        (r"Thus \boxed{\textbf{(C)}\ 4}", "C"),
+        (r"\boxed{C. 4 m}", "C"),
+        (r"\boxed{\text{C: 4 m}}", "C"),
+        (r"\boxed{C or D}", None),
         ("E", None),
         ("", None),
     ],
@@ -219,6 +238,26 @@ def test_gpqa_takes_the_letter_the_index_or_the_text_for_the_right_answer(truth:
     assert score("gpqa", "Answer: B", truth, choices) == 1.0
     assert score("gpqa", "Answer: C", truth, choices) == 0.0
     assert score("gpqa", "Answer: B", truth, {"choices": {"A": "red", "B": "blue"}}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "pred"),
+    [
+        (r"\boxed{4 m}", "B"),
+        ("A short sum. The answer is 4 m.", "B"),
+        ("The answer is 14 m.", "D"),
+        ("It comes to 5 m", "C"),
+        ("4 m or 5 m", None),
+        (r"\boxed{7 m}", None),
+        ("Answer: 4 m, which is (C)", "B"),
+    ],
+)
+def test_gpqa_reads_the_text_of_a_choice_where_no_letter_is_named(
+    answer: str, pred: str | None
+) -> None:
+    choices = {"choices": ["3 m", "4 m", "5 m", "14 m"]}
+    result: Any = load_reward("gpqa")("gpqa", answer, "B", choices)
+    assert result["pred"] == pred
 
 
 @pytest.mark.parametrize("truth", [None, "purple", 7, True, "E"])

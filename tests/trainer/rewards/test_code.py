@@ -33,6 +33,12 @@ async def paid(answer: str, truth: Any, info: Any = None, **kwargs: Any) -> dict
 
 TWICE = {"inputs": ["1\n", "2\n", ["3"]], "outputs": ["2\n", "4", ["6"]]}
 CALL = {"fn_name": "add", "inputs": [[1, 2], "3\n4"], "outputs": [[3], 7]}
+TWELVE = {"inputs": [f"{k}\n" for k in range(1, 13)], "outputs": [str(k) for k in range(1, 13)]}
+BESIDE_A_HELPER = {
+    "prompt": 'def enc(s):\n    return s[::-1]\n\n\ndef dec(s):\n    """Undoes enc."""\n',
+    "test": "def check(candidate):\n    assert candidate(enc('ab')) == 'ab'\n",
+    "entry_point": "dec",
+}
 HUMAN_EVAL = {
     "prompt": 'def inc(x: List[int]) -> List[int]:\n    """Adds 1."""\n',
     "test": "def check(candidate):\n    assert candidate([1, 2]) == [2, 3]\n",
@@ -63,6 +69,12 @@ HUMAN_EVAL = {
         ("def f(x): return 2 * x", "assert f(1) == 2\nassert f(2) == 4", 1.0),
         ("    return [y + 1 for y in x]", HUMAN_EVAL, 1.0),
         ("def inc(x):\n    return x", HUMAN_EVAL, 0.0),
+        ("def dec(s): return s[::-1]", BESIDE_A_HELPER, 1.0),
+        ("import numpy\ndef add(a, b): return numpy.int64(a + b)", CALL, 1.0),
+        ("def add(a, b): return a + b", {**CALL, "inputs": [[0.1, 0.2]], "outputs": [0.3]}, 1.0),
+        ("def add(a, b): return a + b", {**CALL, "inputs": [[0.1, 0.2]], "outputs": [0.31]}, 0.0),
+        ("n = int(input())\nprint(n if n < 12 else 0)", TWELVE, 11 / 12),
+        ("n = int(input())\nprint(n if n < 3 else 0)", TWELVE, 0.2),
     ],
 )
 async def test_a_program_is_paid_for_the_tests_it_passes(
@@ -77,6 +89,7 @@ async def test_a_program_is_paid_for_the_tests_it_passes(
         "<think>```python\nf = 1\n```</think>Thus\n```python\ndef f(): return 4\n```\nDone.",
         "```python\ndef f(): return 4\n```\nprints\n```\n4\n```",
         "1. In a list:\n\n   ```python\n   def f():\n       return 4\n\n   ```\n2. Done.",
+        "Beside ```print```:\n```python\ndef f(): return 4\n```",
         "```\nf = 1\n```\n```\nfrom __future__ import annotations\ndef f(): return 4",
     ],
 )
@@ -87,6 +100,21 @@ async def test_the_last_block_of_an_answer_is_its_program(answer: str) -> None:
         "passed": 1,
         "tests": 1,
     }
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "print('on the way', file=sys.stderr)",
+        "import warnings; warnings.warn('odd')",
+        "if sys is 3: pass",
+        "import atexit; atexit.register(sys.stderr.write, 'bye')",
+    ],
+)
+@pytest.mark.parametrize("truth", [TWICE, ["assert int(2) == 2"]])
+async def test_what_a_program_says_on_stderr_is_not_its_output(said: str, truth: Any) -> None:
+    program = f"import sys\n{said}\n" + ("print(int(input()) * 2)" if truth is TWICE else "")
+    assert (await paid(program, truth))["score"] == 1.0
 
 
 async def test_tests_may_lie_in_the_tasks_metadata() -> None:

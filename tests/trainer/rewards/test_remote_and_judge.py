@@ -213,6 +213,10 @@ async def judged(*replies: Reply, **kwargs: Any) -> float:
         ("Score: 2\nOn second thoughts\nScore: 7.5", 0.75),
         ("**Score:** 5", 0.5),
         ("Score: **0**", 0.0),
+        ("Score (0-10): 7", 0.7),
+        ("Score [0 to 10]: 7", 0.7),
+        ("Final score: 8/10", 0.8),
+        ("Score: (7)", 0.7),
     ],
 )
 async def test_the_judges_last_verdict_counts(verdict: str, expected: float) -> None:
