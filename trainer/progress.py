@@ -45,7 +45,7 @@ class Progress:
         """Versions up to `newest` were published by a trainer that crashed: their weights are lost,
         and what they sampled counts as one publication old when it is taken up again."""
         for version in range(self.version + 1, newest + 1):
-            self.published[version] = self.updates - updates_per_sync
+            self.published[version] = self._before(self.updates, updates_per_sync)
         self.version = newest
 
     def known(self) -> dict[int, int]:
@@ -61,7 +61,7 @@ class Progress:
         two sampled is off-policy from now on, as if it were a publication older than `to`."""
         self.rolled_back[version] = to
         for bad in range(to + 1, version):
-            self.published[bad] = self.published.get(to, 0) - updates_per_sync
+            self.published[bad] = self._before(self.published.get(to, 0), updates_per_sync)
         self.published[version] = self.updates
         self.version = version
 
@@ -76,3 +76,11 @@ class Progress:
     def applied(self, updates: int) -> int:
         """Return how many of so many updates changed the policy: lag is counted in these."""
         return updates - bisect_right(self.unapplied, updates)
+
+    def _before(self, updates: int, applied: int) -> int:
+        """Number of updates at which the policy was `applied` applied ones older than at `updates`;
+        negative: older than the run."""
+        wanted = self.applied(updates) - applied
+        while self.applied(updates) > wanted:
+            updates -= 1
+        return updates

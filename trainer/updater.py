@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from stepwell.backends.base import NO_PICTURES, TokenBatch, TrainingBackend
 from stepwell.backends.torch.critic import Critic
 from stepwell.datapool.types import Group
-from stepwell.trainer.algorithms.advantages.columns import compute_advantages, spread_of
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.branches import of_kinds
 from stepwell.trainer.algorithms.kl import kl_in_reward, next_coef
 from stepwell.trainer.algorithms.losses import (
@@ -220,8 +220,11 @@ class Updater:
 
             prox = proximal_log_probs(recompute, mu, algorithm.off_policy)
             columns["prox_log_probs"] = prox
+        mask, shares = self._mask(batch)
         token_rewards, metrics = self._hold_to_reference(groups, batch)
-        metrics["off_policy/recomputed"] = float(recomputed)
+        if token_rewards is not None and mask is not None:
+            token_rewards = token_rewards * mask
+        metrics |= {**shares, "off_policy/recomputed": float(recomputed)}
         if self.critic is not None:
             columns["values"] = self.critic.values(batch)
         advantages = compute_advantages(
@@ -230,25 +233,11 @@ class Updater:
             token_rewards=token_rewards,
             values=columns.get("values"),
             baselines=progress.baselines,
+            mask=mask,
         )
         progress.baselines = advantages.baselines
         columns |= advantages.columns
         metrics |= advantages.metrics
-        mask = None
-        heard = seen(batch.steps, batch.lengths) if algorithm.loss.mask_superseded else None
-        if heard is not None:
-            mask = heard
-            metrics["policy/superseded_share"] = 1 - float(heard.mean())
-        if algorithm.loss.mask_truncated:
-            whole = untruncated(batch.steps, batch.lengths, self._branches)
-            mask = whole if mask is None else mask * whole
-            metrics["policy/truncated_share"] = 1 - float(whole.mean())
-        work = of_kinds(batch.steps, batch.lengths, self._branches) if self._branches else None
-        if work is not None:
-            mask = work if mask is None else mask * work
-            metrics["policy/untrained_branches_share"] = 1 - float(work.mean())
-        if mask is not None and (trained := mask != 0).any():
-            metrics |= spread_of(columns["advantages"][trained].double().numpy())
         step_lags = lags(
             batch.steps,
             # A copy: a publication may end meanwhile, in the event loop's thread.
@@ -376,7 +365,9 @@ class Updater:
             loss_fn = JointLoss(self._sft_loss, rl_loss if rl else None)
         update: dict[str, float] = {}
         if self.critic is not None and rl:
-            update |= self.critic.update(batch, rl)
+            returns = (batch.columns["returns"][slice(*batch.offsets[i : i + 2])] for i in rl)
+            if any(column.isfinite().any() for column in returns):  # else all are masked
+                update |= self.critic.update(batch, rl)
             if not self.critic.warm:
                 indices = [i for i in indices if i not in set(rl)]
                 if not indices:
@@ -387,6 +378,22 @@ class Updater:
             trajectories = {batch.steps[i].trajectory_uid for i in rl}
             self._adapt_kl(update.get("kl/ref", math.nan), len(trajectories))
         return update
+
+    def _mask(self, batch: TokenBatch) -> tuple[Tensor | None, dict[str, float]]:
+        """0 on tokens that are not trained, [T]; None: all are. And the shares that are not."""
+        loss, steps, lengths = self._algorithm.loss, batch.steps, batch.lengths
+        masks: dict[str, Tensor | None] = {
+            "superseded": seen(steps, lengths) if loss.mask_superseded else None,
+            "truncated": untruncated(steps, lengths, self._branches)
+            if loss.mask_truncated
+            else None,
+            "untrained_branches": of_kinds(steps, lengths, self._branches)
+            if self._branches
+            else None,
+        }
+        found = {name: mask for name, mask in masks.items() if mask is not None}
+        shares = {f"policy/{name}_share": 1 - float(mask.mean()) for name, mask in found.items()}
+        return (torch.stack([*found.values()]).prod(0) if found else None), shares
 
     def _hold_to_reference(
         self, groups: Sequence[Group], batch: TokenBatch

@@ -34,13 +34,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.types import VAL, Group
+from stepwell.datapool.types import VAL, Group, Trajectory, mapping_in
 from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.rewards.overlong import OVERLONG
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.samples import validation_samples, write_evaluation
-from stepwell.trainer.scoring import Scorer, why_lost
+from stepwell.trainer.scoring import EXTRA, Scorer, why_lost
 from stepwell.trainer.tokenizers import tokenizer_at
 from stepwell.trainer.trajectory_metrics import (
     data_source,
@@ -378,35 +379,39 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
 
     - `val/{source}/mean@{n}`: mean over prompts of the mean reward of their finished rollouts;
     - `val/{source}/pass@{k}`: mean over prompts with at least k finished rollouts of `pass_at_k`;
-      a rollout passes with a reward of `pass_reward` or more;
+      a rollout passes with a reward of `pass_reward` or more, without what its length has cost;
     - `val/{source}/short`: prompts with fewer than n finished rollouts, if there are any.
 
     And `val/{source}/truncated_ratio`: share of the finished rollouts whose last response was cut
     off at its length.
     """
     rewards: dict[str, list[list[float]]] = defaultdict(list)
+    passed: dict[str, list[list[bool]]] = defaultdict(list)
     cut_off: dict[str, list[bool]] = defaultdict(list)
     for group in groups:
         finished = [t for t in group.trajectories if t.reward is not None]
         if finished:
             source = data_source(group)
             rewards[source].append([float(t.reward) for t in finished if t.reward is not None])
+            passed[source].append([_unpunished(t) >= pass_reward for t in finished])
             cut_off[source] += map(is_clipped, finished)
     result: dict[str, float] = {}
     for source, prompts in sorted(rewards.items()):
         result[f"val/{source}/truncated_ratio"] = float(np.mean(cut_off[source]))
         result[f"val/{source}/mean@{n}"] = float(np.mean([np.mean(p) for p in prompts]))
         for k in powers_of_two(n):
-            chances = [
-                pass_at_k(len(p), sum(r >= pass_reward for r in p), k)
-                for p in prompts
-                if len(p) >= k
-            ]
+            chances = [pass_at_k(len(p), sum(p), k) for p in passed[source] if len(p) >= k]
             if chances:
                 result[f"val/{source}/pass@{k}"] = float(np.mean(chances))
         if short := sum(len(p) < n for p in prompts):
             result[f"val/{source}/short"] = float(short)
     return result
+
+
+def _unpunished(trajectory: Trajectory) -> float:
+    """Its reward without the penalty for its length, to the precision of float32."""
+    penalty: float = mapping_in(trajectory.metadata, EXTRA).get(OVERLONG, 0.0)
+    return round((trajectory.reward or 0.0) - penalty, 6)
 
 
 def rewards_by_prompt(groups: Iterable[Group]) -> list[list[float]]:

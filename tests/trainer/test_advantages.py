@@ -278,6 +278,7 @@ def test_rloo_compares_each_with_the_mean_of_the_others() -> None:
 
 def test_opo_weighs_the_baseline_by_length() -> None:
     assert opo(Returns.of([1.0, 0.0], tokens=[30, 10])) == pytest.approx([0.25, -0.75])
+    assert opo(Returns.of([1.0, 0.0], tokens=[30, 0])) == pytest.approx([0.0, -1.0])
 
 
 def test_remax_subtracts_the_greedy_reward_even_from_a_single_rollout() -> None:
@@ -567,6 +568,40 @@ def test_options_that_mean_nothing_together_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         AdvantageConfig.model_validate(options)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"])
+def test_tokens_that_are_not_trained_are_in_no_moment_over_tokens(name: str) -> None:
+    groups = [
+        Group(
+            "p",
+            (
+                trajectory("a", 1.0, tokens=[10]),
+                trajectory("b", 1.0, tokens=[10]),
+                trajectory("c", 0.0, tokens=[10]),
+                trajectory("long", 0.0, tokens=[1000]),
+            ),
+        )
+    ]
+    mask = torch.cat([torch.ones(30), torch.zeros(1000)])
+    config = AdvantageConfig(adv_estimator=name)
+    found = compute_advantages(groups, config, values=torch.zeros(1030), mask=mask)
+    trained = found.columns["advantages"][:30]
+    assert float(trained.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(trained.std()) == pytest.approx(1.0, abs=1e-3)
+    assert found.metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
+    if name == "gae":
+        assert found.columns["returns"].isfinite().tolist() == [True] * 30 + [False] * 1000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_a_batch_of_which_nothing_is_trained_every_advantage_is_finite(name: str) -> None:
+    groups = [
+        Group("p", (trajectory("a", 1.0), trajectory("b", 0.0)), metadata={GREEDY_REWARD: 0.5})
+    ]
+    config = AdvantageConfig(adv_estimator=name)
+    found = compute_advantages(groups, config, values=torch.zeros(2), mask=torch.zeros(2))
+    assert found.columns["advantages"].isfinite().all()
 
 
 def test_a_trajectory_without_a_reward_is_an_error_not_a_zero() -> None:

@@ -411,6 +411,51 @@ def test_an_update_of_the_critic_alone_makes_no_step_staler(tmp_path: Path) -> N
     assert staleness == [0, 0, 1]
 
 
+def test_a_critic_learns_nothing_from_what_is_not_trained(tmp_path: Path) -> None:
+    """Every answer was cut off: the policy's gradient is 0, and the run goes on."""
+
+    def cut(t: Trajectory) -> Trajectory:
+        return replace(t, steps=tuple(replace(s, finish_reason="length") for s in t.steps))
+
+    batch = [replace(g, trajectories=tuple(map(cut, g.trajectories))) for g in groups()]
+    keys = (
+        "algorithm.adv_estimator=gae",
+        "algorithm.loss.mask_truncated=true",
+        "algorithm.critic.warmup_updates=0",
+    )
+    with updater_of(tmp_path, *keys) as updater:
+        assert "critic/loss" in train(updater)[1]
+        _, metrics = train(updater, batch)
+        assert metrics["grad_norm"] == 0
+        assert "critic/loss" not in metrics
+
+
+class FarInSecondSteps(CountingBackend):
+    """Its reference finds the tokens of second steps less likely than the policy does."""
+
+    def compute_ref_log_probs(self, batch: TorchBatch) -> Tensor:
+        far = batch.expand([float(step.step_index == 1) for step in batch.steps])
+        return batch.columns["prox_log_probs"] - far
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_kl_of_a_reply_that_nobody_saw_costs_nothing(tmp_path: Path, seen: bool) -> None:
+    def other_tries(t: Trajectory) -> Trajectory:
+        first, *others = t.steps
+        marks = {} if seen else {DUPLICATE_OF: 0}
+        later = (replace(s, metadata=marks, parent_index=None) for s in others)
+        return replace(t, steps=(first, *later))
+
+    batch = [replace(g, trajectories=tuple(map(other_tries, g.trajectories))) for g in groups()]
+    plain = ("algorithm.adv_estimator=dr_grpo", "algorithm.loss.mask_superseded=true")
+    held = ("algorithm.kl.place=reward", "algorithm.kl.estimator=k1", "algorithm.kl.kl_coef=0.5")
+    found = []
+    for options in (plain, plain + held):
+        with updater_of(tmp_path, *options, backend=FarInSecondSteps) as updater:
+            found.append(updater.prepare(batch).batch.columns["advantages"])
+    assert torch.allclose(*found) is not seen
+
+
 async def test_the_last_groups_are_trained_though_generation_ends_before_they_arrive(
     tmp_path: Path,
 ) -> None:

@@ -19,6 +19,7 @@ from stepwell.trainer.algorithms.off_policy.correction import correct, lags
 from stepwell.trainer.algorithms.off_policy.proximal import proximal_log_probs
 from stepwell.trainer.config import LossConfig, OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError
+from stepwell.trainer.progress import Progress
 from tests.builders import step
 
 logits = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
@@ -69,6 +70,17 @@ def test_lag_counts_updates_since_publication_in_units_of_a_sync() -> None:
 
 def test_a_version_published_before_the_record_began_counts_one_sync_each() -> None:
     assert lags(of(5), {7: 28}, updates_now=28, updates_per_sync=4).tolist() == [2.0]
+
+
+def test_what_a_lost_version_sampled_is_a_publication_old_though_updates_were_not_applied() -> None:
+    progress = Progress(updates=10, version=5, published={0: 0, 5: 10}, unapplied=[7, 8, 9, 10])
+    progress.lose(6, updates_per_sync=2)
+    applied = {v: progress.applied(u) for v, u in progress.published.items()}
+    now = progress.applied(progress.updates)
+    assert lags(of(6), applied, updates_now=now, updates_per_sync=2).tolist() == [1.0]
+    progress.roll_back(7, 5, updates_per_sync=2)
+    applied = {v: progress.applied(u) for v, u in progress.published.items()}
+    assert lags(of(6, 7), applied, updates_now=now, updates_per_sync=2).tolist() == [1.0, 0.0]
 
 
 def test_a_version_that_was_never_published_is_an_error() -> None:

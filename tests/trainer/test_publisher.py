@@ -553,14 +553,23 @@ async def test_a_canary_that_earns_as_much_is_published_to_all(tmp_path: Path) -
         assert run.committed == 1
 
 
-async def test_a_canary_waits_for_engines_that_have_all_crashed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param(("about", "pause"), id="gone"),
+        pytest.param(("about",), id="back before it is paused"),
+    ],
+)
+async def test_a_canary_waits_for_engines_that_have_all_crashed(
+    tmp_path: Path, lost: tuple[str, ...]
+) -> None:
     run = Served(tmp_path, *GUARD)
     async with run.publisher.running():
         await run.earn(0, *GOOD)
         await run.publisher.wait_judged()
         refused = EngineUnavailableError("connection refused", refused=True)
         for engine in run.engines:
-            engine.fails = {"about": refused, "pause": refused}
+            engine.fails = dict.fromkeys(lost, refused)
         assert await run.give()
         await until(lambda: run.engines[0].calls)  # the second one was asked before
         run.engines[0].fails = {}

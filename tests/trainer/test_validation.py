@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool.types import VAL, Group
+from stepwell.trainer.config import OverlongBufferConfig
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.samples import (
     VALIDATION_TABLE_COLUMNS,
@@ -26,6 +27,7 @@ from stepwell.trainer.samples import (
     validation_samples,
     write_samples,
 )
+from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.validation import (
     Evaluation,
     figures,
@@ -99,6 +101,15 @@ def test_figures_are_means_over_prompts_of_each_data_source() -> None:
         "val/math/truncated_ratio": 0.0,
     }
     assert figures(groups, 4, pass_reward=0.5)["val/code/pass@1"] == 1.0
+
+
+async def test_a_right_answer_that_was_punished_for_its_length_passes() -> None:
+    overlong = OverlongBufferConfig(max_resp_len=10, len=9)
+    scorer = Scorer(None, Path("no tokenizer is needed"), overlong)
+    scored = await scorer.score([evaluated("a", "math", 1.0, 0.0)])
+    found = figures(scored, 2, pass_reward=1.0)
+    assert found["val/math/pass@1"] == 0.5
+    assert found["val/math/mean@2"] < 0.5
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ class Publisher:
                     return await self._publish_to([engine], path, version, canary=True)
                 except WeightUpdateError as e:
                     failure = e
-                    has_refused |= None not in e.serving.values()
+                    has_refused |= e.replica is not None  # else it was lost, though it may be back
                     log.warning("version %d is tried out elsewhere: %s", version, e)
             if has_refused or time.monotonic() >= give_up:
                 raise failure

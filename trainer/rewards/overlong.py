@@ -7,6 +7,9 @@ from dataclasses import replace
 from stepwell.datapool.types import Trajectory, mapping_in, superseded
 from stepwell.trainer.config import OverlongBufferConfig
 
+OVERLONG = "overlong_reward"
+"""Key under which a trajectory's metadata has its penalty."""
+
 
 def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
     """For a response of |y| tokens, times `penalty_factor`::
@@ -30,7 +33,7 @@ def punished(trajectory: Trajectory, config: OverlongBufferConfig, extra: str) -
     unseen = superseded(trajectory.steps)
     seen = (len(s.response_ids) for s in trajectory.steps if s.step_index not in unseen)
     penalty = overlong_penalty(sum(seen), config)
-    penalties = {"overlong_reward": penalty, "overlong": penalty < 0}
+    penalties = {OVERLONG: penalty, "overlong": penalty < 0}
     known = mapping_in(trajectory.metadata, extra)
     metadata = {**trajectory.metadata, extra: {**known, **penalties}}
     steps = (*earlier, replace(last, reward=(last.reward or 0.0) + penalty))

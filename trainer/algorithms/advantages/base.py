@@ -61,7 +61,7 @@ class Returns:
     values: Array
     """G, [U]."""
     tokens: Array
-    """Response tokens each unit covers, [U]."""
+    """Trained response tokens of each unit, [U]."""
     trajectory: Index
     """Index of the unit's trajectory in the group, 0..n-1, [U]."""
     greedy: float | None = None
@@ -112,7 +112,7 @@ class Batch:
     returns: Array
     """G: rewards to go, discounted, [U]."""
     tokens: Array
-    """Response tokens of each unit, [U]."""
+    """Trained response tokens of each unit, [U]."""
     trajectory: Index
     """Trajectory of each unit, 0..N-1, [U]."""
     group: Index
@@ -245,15 +245,15 @@ def baselined(groups: Sequence[Group], wanted: Estimator) -> list[Group]:
 
 
 def whiten(advantages: Array, tokens: Array) -> Array:
-    """(A - mean) / √(var + 1e-8), over tokens: a unit counts as often as it has tokens; var
+    """(A - mean) / √(var + 1e-8), over tokens: a unit counts as often as it has trained ones; var
     unbiased. A batch of one token is 0.
 
     Source: verl's `masked_whiten`; REINFORCE++, arXiv:2501.03262.
     """
-    n = tokens.sum()
+    n, counted = tokens.sum(), advantages[tokens != 0]
+    if n < 2 or np.ptp(counted) == 0:
+        return np.zeros_like(advantages)
     centred = advantages - (tokens * advantages).sum() / n
-    if n < 2 or np.ptp(advantages) == 0:
-        return np.zeros_like(centred)
     variance = (tokens * centred**2).sum() / (n - 1)
     return np.asarray(centred / math.sqrt(variance + WHITEN_EPSILON))
 

@@ -36,15 +36,19 @@ def compute_advantages(
     token_rewards: Tensor | None = None,
     values: Tensor | None = None,
     baselines: Baselines = MappingProxyType({}),
+    mask: Tensor | None = None,
 ) -> Estimate:
     """The advantage of every response token, in the order of `[s for g in groups for s in
-    g.steps]`; metrics `advantage/mean|std` over tokens, and the estimator's own.
+    g.steps]`; metrics `advantage/mean|std` over trained tokens, and the estimator's own.
 
     Args:
         groups: what is trained, as `baselined` returns them.
         token_rewards: [T], added to the rewards at their tokens, e.g. -β KL.
         values: [T], the critic's value of the state before each response token.
         baselines: as the batch before returned them.
+        mask: [T], 0 on tokens that are not trained: they count in no length and in no moment over
+            tokens, and the critic has no target there. Rewards count whatever is trained. None: all
+            are trained.
 
     Raises:
         RewardError: a trajectory has no reward. Missing is not zero, so it cannot be trained on;
@@ -74,11 +78,12 @@ def compute_advantages(
     }[config.unit]
     lengths: Index = np.diff(np.append(starts, n_tokens))
     rewards, unit_trajectory = np.add.reduceat(earned, starts), trajectory[starts]
+    trained = np.ones(n_tokens) if mask is None else _column("mask", mask, n_tokens)
     found = config.estimator.estimate(
         Batch(
             rewards=rewards,
             returns=to_go(rewards, unit_trajectory, config.gamma),
-            tokens=lengths.astype(np.float64),
+            tokens=np.add.reduceat(trained, starts),
             trajectory=unit_trajectory,
             group=np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
             greedy=[g.metadata.get(GREEDY_REWARD) for g in groups],
@@ -96,13 +101,10 @@ def compute_advantages(
     if found.targets is not None:  # a unit's first token has its target
         targets = np.full(n_tokens, np.nan)
         targets[starts] = found.targets
-    metrics = {**found.metrics, **spread_of(per_token)}
-    return Estimate(per_token, targets, found.baselines, metrics)
-
-
-def spread_of(advantages: Array) -> dict[str, float]:
-    """Mean and std of the advantages of tokens, [T]."""
-    return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
+        targets[trained == 0] = np.nan
+    shown = per_token[trained != 0] if trained.any() else per_token
+    spread = {"advantage/mean": float(shown.mean()), "advantage/std": float(shown.std())}
+    return Estimate(per_token, targets, found.baselines, {**found.metrics, **spread})
 
 
 def _source(group: Group) -> str:

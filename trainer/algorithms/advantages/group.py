@@ -55,14 +55,15 @@ def rloo(r: Returns) -> Array:
 
 
 def opo(r: Returns) -> Array:
-    """A = G - Σ l G / Σ l, l the response tokens: the variance-optimal baseline, if the squared
+    """A = G - Σ l G / Σ l, l the trained tokens: the variance-optimal baseline, if the squared
     gradient norm grows with the length.
 
     Source: On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585.
     """
     if r.settled is not None:
         return r.settled
-    return r.values - float((r.tokens * r.values).sum() / r.tokens.sum())
+    lengths = r.tokens if r.tokens.any() else np.ones_like(r.tokens)  # nothing of it is trained
+    return r.values - float((lengths * r.values).sum() / lengths.sum())
 
 
 def gpg(b: Batch, options: Options) -> Estimate:

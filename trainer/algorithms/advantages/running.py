@@ -65,7 +65,7 @@ def reinforce_running(b: Batch, options: Options) -> Estimate:
     advantages = b.returns - means[b.trajectory]
     if b.scaled:
         square = max((b.tokens * x).sum() for x in (advantages**2, variances[b.trajectory]))
-        advantages = advantages / math.sqrt(square / b.tokens.sum() + WHITEN_EPSILON)
+        advantages = advantages / math.sqrt(square / max(b.tokens.sum(), 1) + WHITEN_EPSILON)
     mean = sum(following[s].mean for s in b.sources) / len(b.sources)
     return Estimate(advantages, baselines=following, metrics={"advantage/baseline": mean})
 
