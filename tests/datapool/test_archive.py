@@ -605,6 +605,54 @@ def test_a_merge_that_was_killed_leaves_no_row_twice(run, monkeypatch, killed_in
     assert run.reader.check() == []
 
 
+class Killed(BaseException):
+    """The end of a process, at any point."""
+
+
+def killed_at_trajectories(monkeypatch, do) -> None:
+    """Do what writes feedback, then trajectories, and is killed in between."""
+    write = ArchiveFolder.write
+
+    def dies(folder, kind, *what):
+        if kind == "trajectories":
+            raise Killed
+        write(folder, kind, *what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArchiveFolder, "write", dies)
+        with pytest.raises(Killed):
+            do()
+
+
+@pytest.mark.parametrize("cut", ["killed", "no space"])
+def test_feedback_survives_a_merge_that_was_cut_short(run, monkeypatch, cut):
+    monkeypatch.setattr(archiver, "MERGED", 3)
+    for i in range(3):
+        run.train(f"t{i}")
+        run.pool("set_reward", f"t{i}", 0.5)
+        run.archive()
+
+    def merge():
+        run.with_archive(lambda archive: archive.merge())
+
+    if cut == "killed":
+        killed_at_trajectories(monkeypatch, merge)
+    else:
+        with monkeypatch.context() as patch:
+            free = run.files()[0].stat().st_size  # enough for the feedback alone
+            patch.setattr(ArchiveFolder, "has_space", lambda _, n_bytes: n_bytes < free)
+            merge()
+    archiver.open_sound(run.settings).close()
+    run.train("t3")
+    run.pool("set_reward", "t3", 0.5)
+    run.archive()
+    merge()
+    archiver.open_sound(run.settings).close()
+    assert len(run.files()) == 1
+    assert [len(run.reader.feedback(f"t{i}")) for i in range(4)] == [1] * 4
+    assert run.reader.check() == []
+
+
 def rows_in(path: Path) -> list[str]:
     """Trajectories of the rows of a file."""
     return parquet.read_table(path, ["trajectory_uid"])[0].to_pylist()

@@ -256,24 +256,28 @@ class Archive:
 
     def _merge(self, run: Sequence[FileName]) -> None:
         merged = FileName(run[0].shard, run[0].journal, run[0].first, run[-1].last)
+        parts: dict[str, list[Path]] = {}
+        tables: dict[str, Any] = {}
         for kind in (FEEDBACK, TRAJECTORIES):
-            paths = [self.folder.file(kind, name) for name in run]
-            paths = [path for path in paths if path.is_file()]
-            if not paths:
-                continue
-            table = pa.concat_tables([parquet.read_table(path) for path in paths])
-            table = table.combine_chunks()
-            content = parquet.file_bytes(table)
-            if not self.folder.has_space(len(content)):
-                return
+            # By rows: a merge that was cut short left the feedback of several of these in one file.
+            names = self.folder.names(kind, merged.shard)
+            within = [name for name in names if merged.covers(name)]
+            if within and within != [merged]:
+                parts[kind] = [self.folder.file(kind, name) for name in within]
+                read = [parquet.read_table(path) for path in parts[kind]]
+                tables[kind] = pa.concat_tables(read).combine_chunks()
+        contents = {kind: parquet.file_bytes(table) for kind, table in tables.items()}
+        if not self.folder.has_space(sum(map(len, contents.values()))):
+            return
+        for kind, content in contents.items():
             if kind == TRAJECTORIES:
                 for name in run:
                     source = self.folder.pictures(name)
                     keys = os.listdir(source) if source.is_dir() else ()
                     self.folder.add_pictures(merged, source, keys)
             self.folder.write(kind, merged, content)
-            self._add(kind, merged, table, content)
-            for path in paths:
+            self._add(kind, merged, tables[kind], content)
+            for path in parts[kind]:
                 if path.name != merged.text:
                     self.catalogue.replace_file(kind, path.name, merged.text)
                     path.unlink()

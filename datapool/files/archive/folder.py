@@ -60,6 +60,11 @@ class FileName(NamedTuple):
         shard, journal, first, last = match.groups()
         return cls(int(shard), journal, int(first), int(last))
 
+    def covers(self, other: FileName) -> bool:
+        """Return whether all rows of the other file are in the range of this one."""
+        is_same = (other.shard, other.journal) == (self.shard, self.journal)
+        return is_same and self.first <= other.first and other.last <= self.last
+
 
 class PictureFiles(Mapping[str, bytes]):
     """PNG of pictures beside files by digest, each read when it is asked for.
