@@ -306,6 +306,25 @@ def test_what_is_archived_is_found_there_with_feedback_that_came_late(run):
 # -- a crash ---------------------------------------------------------------------------------------
 
 
+class Killed(BaseException):
+    """The end of a process, at any point."""
+
+
+def killed_at_trajectories(monkeypatch, do) -> None:
+    """Do what writes feedback, then trajectories, and is killed in between."""
+    write = ArchiveFolder.write
+
+    def dies(folder, kind, *what):
+        if kind == "trajectories":
+            raise Killed
+        write(folder, kind, *what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArchiveFolder, "write", dies)
+        with pytest.raises(Killed):
+            do()
+
+
 def test_an_archiver_that_dies_before_the_pool_knows_writes_the_same_again(run):
     run.train("t")
     run.caller.lost = True
@@ -324,20 +343,41 @@ def test_an_archiver_that_dies_before_the_pool_knows_writes_the_same_again(run):
 def test_an_archiver_that_dies_between_two_files_writes_both_again(run, monkeypatch):
     run.train("t", reward=1.0)
     run.pool("set_reward", "t", 0.5)
-    write = ArchiveFolder.write
-
-    def dies(folder, kind, *what):
-        if kind == "trajectories":
-            raise KeyboardInterrupt
-        write(folder, kind, *what)
-
-    monkeypatch.setattr(ArchiveFolder, "write", dies)
-    with pytest.raises(KeyboardInterrupt):
-        run.archive()
-    monkeypatch.undo()
+    killed_at_trajectories(monkeypatch, run.archive)
     run.archive()
     assert run.reader.find("t")[0]["last"] == "It is 4."
     assert [row["reward"] for row in run.reader.feedback("t")] == [0.5]
+
+
+def test_half_of_what_an_archiver_wrote_goes_when_the_pool_deletes_a_part_of_it(run, monkeypatch):
+    run.pool("apply", OpenTrajectory("s", "p-s", 0, {"user": "eve"}))
+    for uid in ("s", "t"):
+        run.train(uid)
+        run.pool("set_reward", uid, 0.5)
+    killed_at_trajectories(monkeypatch, run.archive)
+    run.pool("apply", Delete(user="eve"))
+    run.reader.delete("user", "eve", at=run.pool.now)
+    run.archive()
+    for _ in range(2):
+        assert run.reader.feedback("s") == []
+        assert [row["reward"] for row in run.reader.feedback("t")] == [0.5]
+        archiver.open_sound(run.settings).close()
+
+
+def test_what_an_archiver_wrote_before_the_disk_was_full_is_not_taken_for_the_rest(
+    run, monkeypatch
+):
+    """It goes on, and the next file may be a shorter one."""
+    for uid in ("t", "u"):
+        run.train(uid)
+        run.pool("set_reward", uid, 0.5)
+    killed_at_trajectories(monkeypatch, run.archive)
+    monkeypatch.setattr(archiver, "TURN_BYTES", 1)
+    run.with_archive(lambda a: asyncio.run(archive_waiting(a, run.caller, max_bytes=1)))
+    while run.archive():
+        pass
+    archiver.open_sound(run.settings).close()
+    assert [len(run.reader.feedback(uid)) for uid in ("t", "u")] == [1, 1]
 
 
 def test_a_group_that_nobody_can_read_holds_nothing_up(run, monkeypatch, caplog):
@@ -605,25 +645,6 @@ def test_a_merge_that_was_killed_leaves_no_row_twice(run, monkeypatch, killed_in
     assert run.reader.check() == []
 
 
-class Killed(BaseException):
-    """The end of a process, at any point."""
-
-
-def killed_at_trajectories(monkeypatch, do) -> None:
-    """Do what writes feedback, then trajectories, and is killed in between."""
-    write = ArchiveFolder.write
-
-    def dies(folder, kind, *what):
-        if kind == "trajectories":
-            raise Killed
-        write(folder, kind, *what)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ArchiveFolder, "write", dies)
-        with pytest.raises(Killed):
-            do()
-
-
 @pytest.mark.parametrize("cut", ["killed", "no space"])
 def test_feedback_survives_a_merge_that_was_cut_short(run, monkeypatch, cut):
     monkeypatch.setattr(archiver, "MERGED", 3)
@@ -651,6 +672,20 @@ def test_feedback_survives_a_merge_that_was_cut_short(run, monkeypatch, cut):
     assert len(run.files()) == 1
     assert [len(run.reader.feedback(f"t{i}")) for i in range(4)] == [1] * 4
     assert run.reader.check() == []
+
+
+def test_rewards_that_come_late_alone_outlive_a_merge_that_was_cut_short(run, monkeypatch):
+    monkeypatch.setattr(archiver, "MERGED", 3)
+    run.pool.now = time.time()
+    run.train("t")
+    run.archive()
+    for _ in range(3):
+        run.pool("set_reward", "t", 0.5)
+        run.archive()
+    killed_at_trajectories(monkeypatch, lambda: run.with_archive(lambda a: a.merge()))
+    run.with_archive(lambda archive: archive.trim(run.pool.now))
+    archiver.open_sound(run.settings).close()
+    assert len(run.reader.feedback("t")) == 3
 
 
 def rows_in(path: Path) -> list[str]:

@@ -122,8 +122,14 @@ class Archive:
     def archived_through(self) -> int:
         """The last row of this journal that is in a file; 0: none is. A file of feedback is written
         before that of the trajectories, so that it says nothing of them."""
-        names = self.folder.names(TRAJECTORIES, self.settings.shard)
-        return max((n.last for n in names if n.journal == self.settings.journal_id), default=0)
+        return self._through().get(self.settings.journal_id, 0)
+
+    def _through(self) -> dict[str, int]:
+        """The last archived row of each journal."""
+        through: dict[str, int] = {}
+        for name in self.folder.names(TRAJECTORIES, self.settings.shard):
+            through[name.journal] = max(name.last, through.get(name.journal, 0))
+        return through
 
     def write(self, first: int, last: int, found: Sequence[Conversation | Feedback]) -> None:
         """Write what left with rows first … last to files, durably, and into the catalogue.
@@ -133,6 +139,7 @@ class Archive:
             UnfitError: no file can hold it; nothing was written.
             OSError: a file cannot be written.
         """
+        self._remove_unfinished()
         name = FileName(self.settings.shard, self.settings.journal_id, first, last)
         said = [each for each in found if isinstance(each, Conversation)]
         self._name_users(said)
@@ -193,6 +200,7 @@ class Archive:
         that was written anew by one who died before the catalogue knew has another size. Files of
         which a longer one was made by one who died before they were removed go now."""
         self.folder.remove_drafts(self.settings.shard)
+        self._remove_unfinished()
         told: list[str] = []
         deletions = self.folder.deletions()
         known = self.catalogue.files()
@@ -227,6 +235,15 @@ class Archive:
             if (TRAJECTORIES, text) not in there:  # of a file that was not written, or was removed
                 self.folder.keep_pictures(text, ())
         return told
+
+    def _remove_unfinished(self) -> None:
+        """Remove feedback whose trajectories were not written with it, by one who died or a full
+        disk: the pool still holds all of it, and what is deleted there must not stay here."""
+        through = self._through()
+        for name in self.folder.names(FEEDBACK, self.settings.shard):
+            if name.last > through.get(name.journal, 0):
+                self.folder.file(FEEDBACK, name).unlink()
+                self.catalogue.forget_file(FEEDBACK, name.text)
 
     def _put(self, kind: str, name: FileName, table: Any) -> None:
         """Write a file in place of what it was, with fewer rows."""
@@ -288,9 +305,14 @@ class Archive:
         """Remove the files that are too old, and the oldest of too many bytes; their names."""
         gone: list[str] = []
         newest: dict[str, float] = {}  # of both files of a name: one that has no row goes with it
-        for row in (files := self.catalogue.files().values()):
+        for row in (files := self.catalogue.files()).values():
             newest[row["name"]] = max(row["newest"], newest.get(row["name"], 0.0))
-        known = sorted(files, key=lambda row: (newest[row["name"]], row["kind"]))
+        late = [n for n in self.folder.names(FEEDBACK, self.settings.shard) if n.text in newest]
+        for name in self.folder.names(TRAJECTORIES, self.settings.shard):
+            if not newest.get(name.text):  # its feedback is in a longer file: a merge was cut short
+                covering = (newest[each.text] for each in late if each.covers(name))
+                newest[name.text] = max(covering, default=0.0)
+        known = sorted(files.values(), key=lambda row: (newest[row["name"]], row["kind"]))
         beside = {
             row["name"]: self.folder.picture_bytes(row["name"])
             for row in known
