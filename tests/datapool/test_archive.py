@@ -450,6 +450,34 @@ def test_a_run_that_starts_over_lists_what_its_own_trajectory_was(tmp_path):
         assert reader.check() == []
 
 
+@pytest.mark.parametrize("files", [1, 2], ids=["at once", "merged"])
+def test_of_a_uid_that_a_pool_has_forgotten_and_served_again_the_last_is_listed(
+    tmp_path, monkeypatch, files
+):
+    monkeypatch.setattr(archiver, "MERGED", 2)
+    run = Archived(tmp_path, remembered_uids=1)
+    for asked in ("first", "second"):
+        run.train("t", asked)
+        run.train(f"only {asked}")
+        run.train(f"and {asked}")
+        run._index.clear()
+        run.pool.now += 10
+        if asked == "second" or files == 2:
+            run.archive()
+    run.with_archive(lambda archive: archive.merge())
+    assert len(run.files()) == 1
+    for _ in range(2):
+        (row,) = run.reader.find("t")
+        assert row["first"] == "second"
+        assert run.reader.read("t").trajectory.steps[0].metadata["messages"][0]["content"] == (
+            "second"
+        )
+        assert run.reader.rows(search="first").items == []
+        run.reader.folder.remove_catalogue(0)
+        assert run.reader.check() == []
+    run.pool.journal.close()
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_trajectories_of_one_uid_in_two_channels_are_two(run, late):
     told = {"train": 1.0, "val": 0.0}

@@ -256,7 +256,7 @@ class Catalogue:
             here = self._here([uid for uid, *_ in keys])
             left = _plain_times(table.select(["left_at"]))[0].to_pylist()
             moved, added, replaced = [], [], []
-            for number, key in enumerate(keys):
+            for key, number in _last_to_leave(keys, left).items():
                 rowid, time = here.get(key, (None, None))
                 if rowid is None:
                     added.append(number)
@@ -533,6 +533,22 @@ def prompt_key(row: Mapping[str, Any]) -> str:
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Values of a file's row that name it."""
     return row["trajectory_uid"], row["channel"], row["attempt"], row["part"]
+
+
+def _last_to_leave(
+    keys: Sequence[tuple[Any, ...]], left: Sequence[float]
+) -> dict[tuple[Any, ...], int]:
+    """Number of the row that left last, of each name: a pool forgets uids, and agents give them
+    again.
+
+    Args:
+        left: time at which each row left the pool.
+    """
+    last: dict[tuple[Any, ...], int] = {}
+    for number, key in enumerate(keys):
+        if key not in last or left[last[key]] <= left[number]:
+            last[key] = number
+    return last
 
 
 def _plain_times(table: Any) -> Any:
