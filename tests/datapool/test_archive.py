@@ -166,6 +166,15 @@ def test_a_trained_trajectory_comes_back_exactly(run):
     assert (row["first"], row["last"]) == ("Hello?", "4")
 
 
+@pytest.mark.parametrize("reward", [None, 0.25])
+def test_a_complete_trajectory_without_an_outcome_ends_with_its_last_step(run, reward):
+    run.turn("t", "Hello?", "Hi.", reward=reward)
+    run.train("t", "2+2?", "4", reward=None)
+    run.archive()
+    steps = run.reader.read("t").trajectory.steps
+    assert [(s.reward, s.is_last) for s in steps] == [(reward, False), (None, True)]
+
+
 def test_a_dropped_group_is_found_with_its_reason_and_its_text(run):
     run.turn("t", "Why?", "Because.")
     run.pool("drop_group", "p-t", "zero_variance")

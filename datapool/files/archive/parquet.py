@@ -460,13 +460,15 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
 
 
 def _served(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Changes that the outcome makes to the last step of a complete trajectory, by its index; empty
-    where there is none."""
+    """Fields that the last step of a complete trajectory has for a consumer, by its index: the
+    outcome is in its reward. Empty for one that is not complete, or has no step."""
     head = rows[0]
-    if head["state"] != "complete" or head["outcome"] is None or not head["steps"]:
+    if head["state"] != "complete" or not head["steps"]:
         return {}
     last = max(head["steps"], key=lambda step: step["step_index"])
-    reward = (last["reward"] or 0.0) + head["outcome"]
+    reward = last["reward"]
+    if head["outcome"] is not None:
+        reward = (reward or 0.0) + head["outcome"]
     # Behind it there may be steps that came late.
     is_last = last["step_index"] == max(s["step_index"] for row in rows for s in row["steps"])
     return {last["step_index"]: {"reward": reward, "is_last": is_last or last["is_last"]}}
