@@ -211,6 +211,19 @@ def test_what_came_late_is_found_with_its_trajectory(run):
     assert (late["reward"], late["why"]) == (0.5, "its group was trained")
 
 
+def test_each_late_step_of_one_index_is_read_and_one_that_was_sent_again_once(run):
+    first = run.train("t")
+    for index, asked in ((1, "one"), (1, "two"), (2, "three"), (1, "two")):
+        run._index["t"] = index
+        run.turn("t", asked, "ok")
+    run.pool("submit_step", first)
+    run.archive()
+    steps = run.reader.read("t").trajectory.steps
+    said = [(s.step_index, s.metadata["messages"][0]["content"]) for s in steps]
+    assert said == [(0, "What is 2+2?"), (1, "one"), (2, "three"), (3, "two")]
+    assert [s.reward for s in steps] == [1.0, None, None, None]
+
+
 async def test_what_is_written_of_the_archive_is_imported_with_its_rewards(tmp_path):
     run = Archived(tmp_path)
     run.train("t", reward=0.25)

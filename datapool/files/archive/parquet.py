@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -416,10 +416,11 @@ def _read_list(text: str) -> list[Any]:
 
 def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
     """The trajectory of these rows: its own, and those of steps that came late, in order. A
-    complete one is as a consumer gets it: the outcome is in the reward of its last step."""
+    complete one is as a consumer gets it: the outcome is in the reward of its last step. A step
+    that came late with the index of another one is behind all others."""
     head = rows[0]
-    served = _served(rows)
-    steps: dict[int, Step] = {}
+    stored: dict[int, _StoredStep] = {}
+    again: list[_StoredStep] = []
     chains: dict[int, Any] = {}
     for row in rows:
         at = log_at = 0
@@ -430,19 +431,26 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
             if each["base_index"] is not None and base is None:
                 base = np.zeros(each["n_prompt"] - each["n_new"], np.int32)  # it was not archived
             tokens = own if base is None else np.concatenate([base, own])
-            index, n_prompt = each["step_index"], each["n_prompt"]
             known = None
             if each["has_log_probs"]:
                 known = row["log_probs"][log_at : log_at + each["n_response"]]
                 log_at += each["n_response"]
-            chains.setdefault(index, tokens)
-            if index not in steps:
-                own_step = each | served.get(index, {}) if row is head else each
-                steps[index] = _step(row, own_step, tokens, n_prompt, known, steps)
+            chains.setdefault(each["step_index"], tokens)
+            step = _StoredStep(row, each, tokens, known)
+            first = stored.setdefault(each["step_index"], step)
+            if not any(step.is_same(other) for other in (first, *again)):
+                again.append(step)  # else it is the first one, or was sent again
+    for index, step in enumerate(again, max(stored, default=0) + 1):
+        stored[index] = step
+    served = _served(head, max(stored, default=0))
+    steps: dict[int, Step] = {}
+    for index, step in sorted(stored.items()):
+        changed = served.get(index, {}) if step.row is head else {}
+        steps[index] = _step(step, {"step_index": index} | changed, steps)
     trajectory = Trajectory(
         head["trajectory_uid"],
         head["prompt_uid"],
-        tuple(steps[index] for index in sorted(steps)),
+        tuple(steps.values()),
         loads(head["metadata"]) or {},
         head["attempt"],
     )
@@ -459,29 +467,47 @@ def exported(rows: Sequence[dict[str, Any]]) -> ExportedTrajectory:
     )
 
 
-def _served(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+class _StoredStep(NamedTuple):
+    """A step as a file has it."""
+
+    row: Mapping[str, Any]
+    """Row of its trajectory."""
+    fields: Mapping[str, Any]
+    tokens: Any
+    """Prompt and response."""
+    log_probs: Any
+
+    def is_same(self, other: _StoredStep) -> bool:
+        """Return whether both have the same tokens and messages."""
+        is_same = self.fields["messages"] == other.fields["messages"]
+        return is_same and np.array_equal(self.tokens, other.tokens)
+
+
+def _served(head: Mapping[str, Any], last_index: int) -> dict[int, dict[str, Any]]:
     """Fields that the last step of a complete trajectory has for a consumer, by its index: the
-    outcome is in its reward. Empty for one that is not complete, or has no step."""
-    head = rows[0]
+    outcome is in its reward. Empty for one that is not complete, or has no step.
+
+    Args:
+        last_index: of all steps, also those that came late.
+    """
     if head["state"] != "complete" or not head["steps"]:
         return {}
     last = max(head["steps"], key=lambda step: step["step_index"])
     reward = last["reward"]
     if head["outcome"] is not None:
         reward = (reward or 0.0) + head["outcome"]
-    # Behind it there may be steps that came late.
-    is_last = last["step_index"] == max(s["step_index"] for row in rows for s in row["steps"])
-    return {last["step_index"]: {"reward": reward, "is_last": is_last or last["is_last"]}}
+    is_last = last["is_last"] or last["step_index"] == last_index
+    return {last["step_index"]: {"reward": reward, "is_last": is_last}}
 
 
-def _step(
-    row: dict[str, Any],
-    each: dict[str, Any],
-    tokens: Any,
-    n: int,
-    known: Any,
-    before: Mapping[int, Step],
-) -> Step:
+def _step(stored: _StoredStep, changed: Mapping[str, Any], before: Mapping[int, Step]) -> Step:
+    """A stored step with these fields changed.
+
+    Args:
+        before: Steps of the trajectory before it, by index.
+    """
+    row, each, tokens = stored.row, {**stored.fields, **changed}, stored.tokens
+    n = each["n_prompt"]
     metadata = loads(each["metadata"]) or {}
     if each["messages"] is not None:
         metadata[MESSAGES] = loads(each["messages"])
@@ -501,7 +527,7 @@ def _step(
         policy_version=each["policy_version"],
         is_last=each["is_last"],
         metadata=metadata,
-        rollout_log_probs=known,
+        rollout_log_probs=stored.log_probs,
         finish_reason=each["finish_reason"],
         parent_index=each["parent_index"],
         version_spans=tuple(VersionSpan(*span) for span in spans),
