@@ -342,6 +342,12 @@ def check_row(row: Mapping[str, Any], where: str) -> None:
         )
 
 
+def by_trajectory(rows: Iterable[PlacedRow]) -> Iterator[list[PlacedRow]]:
+    """The rows of each trajectory."""
+    for _, together in groupby(rows, key=lambda r: (r[1]["position"], r[1]["trajectory_uid"])):
+        yield list(together)
+
+
 def from_rows(rows: Iterable[PlacedRow], folder: Path) -> Iterator[ExportedTrajectory]:
     """The trajectories that `to_rows` was given.
 
@@ -351,8 +357,7 @@ def from_rows(rows: Iterable[PlacedRow], folder: Path) -> Iterator[ExportedTraje
     Raises:
         ExportError: a row of one is missing, or no trajectory can be made of them.
     """
-    for _, together in groupby(rows, key=lambda r: (r[1]["position"], r[1]["trajectory_uid"])):
-        branches_of_one = list(together)
+    for branches_of_one in by_trajectory(rows):
         where, head = branches_of_one[0]
         if len(branches_of_one) != head["n_branches"]:
             raise ExportError(

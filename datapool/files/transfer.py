@@ -1,7 +1,7 @@
 """This module exports a channel to a file, and imports a file into a channel.
 
     export    pages of the channel ──► a thread that writes them        (one page ahead)
-    import    a thread that reads ──► open groups ─► mark ─► steps ─► complete ─► close groups
+    import    a thread that reads ──► whole groups ──► open ─► mark ─► steps ─► complete
 
 What is exported is what a consumer would get: later rewards applied, `is_last` on the last step;
 of running trajectories the steps so far. It changes nothing in the pool. Pages are taken one after
@@ -10,8 +10,9 @@ the other: what is submitted, served or acked meanwhile may be in the file or no
 An import is what producers do: open the group, its trajectories, marks, steps with the rewards they
 were served with (so none is added again), completions. A group is declared with as many rollouts as
 the file has complete trajectories of it, so it is served when all of them are there, marks and all,
-and waits for no rollout that nobody runs. Repeated, it changes nothing. Trajectories that were open
-are left out.
+and waits for no rollout that nobody runs. Trajectories may stand in any order, as of a file that
+was sorted or shuffled: a group is held until the last of it has been read. Repeated, an import
+changes nothing. Trajectories that were open are left out.
 
 Owns the two ways. Does not own the file (`export.py`) nor what is in a page (`inspect/listing.py`).
 """
@@ -20,15 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from stepwell.datapool.errors import TrajectoryClosedError, UnknownTrajectoryError
-from stepwell.datapool.files.export import ExportSummary, PictureForm, read, write
+from stepwell.datapool.files.columns import by_trajectory
+from stepwell.datapool.files.export import ExportSummary, PictureForm, read, read_rows, write
 from stepwell.datapool.inspect.pages import ExportedPage, ExportedTrajectory
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN
@@ -119,8 +121,9 @@ async def export_channel(
 async def import_channel(
     client: DataPoolClient, path: Path | str, channel: str, *, timeout_s: float | None = None
 ) -> ImportSummary:
-    """Put the complete trajectories of an exported file into `channel`. Once more: no-op while
-    they are there.
+    """Put the complete trajectories of an exported file into `channel`, group by group. Once more:
+    no-op while they are there. Holds one group, and what has been read of those whose trajectories
+    do not follow each other in the file.
 
     Args:
         timeout_s: to wait for admission credit, per group; None: for ever.
@@ -133,8 +136,8 @@ async def import_channel(
         PoolFullError: no credit within `timeout_s`.
     """
     summary = ImportSummary()
-    groups = groupby(read(path), key=lambda exported: exported.trajectory.prompt_uid)
-    while group := await asyncio.to_thread(lambda: list(next(groups, (None, ()))[1])):
+    groups = _groups(Path(path))
+    while group := await asyncio.to_thread(next, groups, None):
         complete = [exported for exported in group if exported.state == "complete"]
         summary.n_left_out += len(group) - len(complete)
         if complete:
@@ -146,6 +149,18 @@ async def import_channel(
     return summary
 
 
+def _groups(path: Path) -> Iterator[list[ExportedTrajectory]]:
+    """Groups of a file, each whole, in the order of their last trajectories; raises as `read`."""
+    missing = Counter(rows[0][1]["prompt_uid"] for rows in by_trajectory(read_rows(path)))
+    held: dict[str, list[ExportedTrajectory]] = {}
+    for exported in read(path):
+        uid = exported.trajectory.prompt_uid
+        held.setdefault(uid, []).append(exported)
+        missing[uid] -= 1
+        if not missing[uid]:
+            yield held.pop(uid)
+
+
 async def _import_group(
     client: DataPoolClient,
     group: Sequence[ExportedTrajectory],
@@ -154,10 +169,11 @@ async def _import_group(
 ) -> int:
     """Its number of steps."""
     first, uid = group[0], group[0].trajectory.prompt_uid
-    await client.open_group(
-        uid, len(group), metadata=first.group_metadata, channel=channel, timeout_s=timeout_s
-    )
     trajectories = [exported.trajectory for exported in group]
+    n = len({t.trajectory_uid for t in trajectories})  # two files in one may have some twice
+    await client.open_group(
+        uid, n, metadata=first.group_metadata, channel=channel, timeout_s=timeout_s
+    )
     await _all(
         client.open_trajectory(t.trajectory_uid, uid, t.attempt, t.metadata, channel)
         for t in trajectories

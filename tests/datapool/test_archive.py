@@ -241,6 +241,35 @@ async def test_what_is_written_of_the_archive_is_imported_with_its_rewards(tmp_p
     run.pool.journal.close()
 
 
+@pytest.mark.parametrize("order", ["reward", "uid"])
+async def test_what_is_written_in_any_order_is_imported_and_served_in_whole_groups(tmp_path, order):
+    run = Archived(tmp_path)
+    for k in range(3):
+        uids = [f"{j}-{k}" for j in range(3)]
+        run.pool("apply", OpenGroup(f"g{k}", 3))
+        for uid in uids:
+            run.turn(uid, "ask", "ok", f"g{k}")
+        for uid in uids:
+            run.pool("complete_trajectory", uid, float(uid[0]))
+        run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    await asyncio.to_thread(run.archive)
+    every = [*run.reader.read_all(order=order)]
+    path = tmp_path / "x.parquet"
+    write(path, [*every, every[0]])  # as of two files in one
+    narrow = PoolConfig(default=ChannelConfig(max_outstanding_groups=1))
+    async with DataPoolClient.local(narrow) as pool:
+        importing = asyncio.create_task(import_channel(pool, path, "again"))
+        served = {}
+        while len(served) < 3:
+            lease = await pool.lease_batch(channel="again", timeout_s=10)
+            (group,) = lease.groups
+            served[group.prompt_uid] = {t.trajectory_uid for t in group.trajectories}
+            await pool.ack(lease.lease_id)
+        assert (await importing).n_groups == 3
+    assert served == {f"g{k}": {f"{j}-{k}" for j in range(3)} for k in range(3)}
+    run.pool.journal.close()
+
+
 def test_the_beginning_of_a_uid_finds_it(run):
     run.train("conversation-1234")
     run.archive()
