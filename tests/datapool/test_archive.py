@@ -1264,6 +1264,7 @@ def test_how_few_pass_changes_no_answer(many, few, monkeypatch):
         "tokens > 0 and state == 'none'": lambda r: False,
         "0.1 < reward <= 0.4 and turns == 1": lambda r: 0.1 < r["reward"] <= 0.4,
         "not (reward > 0.2)": lambda r: not r["reward"] > 0.2,
+        "drop_reason != 'stale' and not (reward > 0.2)": lambda r: not r["reward"] > 0.2,
         "user == 'nobody' or reward == 0.1": lambda r: r["reward"] == 0.1,
     }
     for query, passes in queries.items():
@@ -1279,6 +1280,31 @@ def test_what_is_not_the_same_is_the_rest(run, many):
     run.archive()
     assert [row["uid"] for row in many.rows(parse("tag == 'x'")).items] == ["s"]
     assert len(many.rows(parse("tag != 'x'")).items) == 30
+
+
+@pytest.mark.parametrize(
+    ("query", "passes"),
+    [
+        ("user != 'ann'", ["bob's", "nobody's"]),
+        ("'ann' != user", ["bob's", "nobody's"]),
+        ("user == 'ann'", ["ann's"]),
+        ("drop_reason != 'stale'", ["ann's", "bob's", "nobody's"]),
+        ("'an' not in user", ["bob's", "nobody's"]),
+        ("not (reward > 0.5)", ["bob's", "nobody's"]),
+        ("not (user == 'ann' or reward > 0.5)", ["bob's", "nobody's"]),
+        ("not (not (user == 'ann') and not (reward < 0.5))", ["ann's", "bob's"]),
+        ("user is not None", ["ann's", "bob's"]),
+        ("reward < 5", ["ann's", "bob's"]),
+    ],
+)
+def test_what_has_no_value_is_not_the_same_and_neither_more_nor_less(run, query, passes):
+    for uid, user, reward in (("ann's", "ann", 1.0), ("bob's", "bob", 0.0)):
+        run.pool("apply", OpenTrajectory(uid, f"p-{uid}", 0, {"user": user}))
+        run.train(uid, reward=reward)
+    run.train("nobody's", reward=None)
+    run.archive()
+    found = run.reader.rows(parse(query), order="uid", descending=False).items
+    assert [row["uid"] for row in found] == passes
 
 
 @pytest.mark.parametrize(

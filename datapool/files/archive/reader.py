@@ -84,7 +84,7 @@ PROMPT_ORDERS: Final[Mapping[str, tuple[str, Callable[[dict[str, Any]], Any]]]] 
 """Values that prompts are sorted by: of a catalogue's row, and of a prompt over all shards."""
 _OPERATORS: Final[dict[type[ast.cmpop], str]] = {
     ast.Eq: "=",
-    ast.NotEq: "!=",
+    ast.NotEq: "IS NOT",
     ast.Lt: "<",
     ast.LtE: "<=",
     ast.Gt: ">",
@@ -134,8 +134,7 @@ def _parsed(node: ast.expr) -> Filter:
             values = tuple(v for part in all_of for v in part.values)
             return Filter(word.join(f"({part.sql})" for part in all_of), values)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            inner = _parsed(operand)
-            return Filter(f"NOT ({inner.sql})", inner.values)
+            return _not(_parsed(operand))
         case ast.Compare(left=left, ops=[*operators], comparators=[*right]):
             pairs = zip(operators, [left, *right], right, strict=False)
             all_of = [_compared(operator, a, b) for operator, a, b in pairs]
@@ -145,14 +144,18 @@ def _parsed(node: ast.expr) -> Filter:
             raise _refused(ast.unparse(node), "no comparison")
 
 
+def _not(inner: Filter) -> Filter:
+    """The condition of all others: also of those without a value, of which SQL says neither."""
+    return Filter(f"({inner.sql}) IS NOT TRUE", inner.values)
+
+
 def _compared(operator: ast.cmpop, left: ast.expr, right: ast.expr) -> Filter:
     said = f"{ast.unparse(left)} … {ast.unparse(right)}"
     if isinstance(operator, ast.In | ast.NotIn):
         if not isinstance(right, ast.Name):
             raise _refused(said, "`in` takes text, tags or a column on its right")
         inside = _contains(right.id, _value(left, right.id))
-        no = isinstance(operator, ast.NotIn)
-        return Filter(f"NOT ({inside.sql})", inside.values) if no else inside
+        return _not(inside) if isinstance(operator, ast.NotIn) else inside
     is_same = isinstance(operator, ast.Is | ast.Eq)
     is_other = isinstance(operator, ast.IsNot | ast.NotEq)
     if _is_none(right):
@@ -167,7 +170,7 @@ def _compared(operator: ast.cmpop, left: ast.expr, right: ast.expr) -> Filter:
             if not (is_same or is_other):
                 raise _refused(said, "tags are the same or not")
             inside = _contains("tags", _value(right, left.id))
-            return inside if is_same else Filter(f"NOT ({inside.sql})", inside.values)
+            return inside if is_same else _not(inside)
         return Filter(f"{_column(left, said)} {sign} ?", (_value(right, left.id),))
     if isinstance(right, ast.Name):
         return Filter(f"? {sign} {_column(right, said)}", (_value(left, right.id),))
