@@ -604,6 +604,16 @@ def test_metadata_of_any_keys_comes_back_exactly(run):
     assert [row["uid"] for row in run.reader.rows(search="Hello").items] == ["t"]
 
 
+@pytest.mark.parametrize("said", [None, [], "no list", {"of": None}])
+def test_messages_that_are_none_come_back_as_they_were(run, said):
+    step = step_of("t", "p-t", metadata={"messages": said, "other": None})
+    run.pool("submit_step", step)
+    run.pool("complete_trajectory", "t", 1.0)
+    run.pool("ack", run.pool("lease_batch", 1).lease_id)
+    run.archive()
+    assert run.reader.read("t").trajectory.steps[0].metadata == step.metadata
+
+
 def test_the_pool_is_asked_for_a_little_at_a_time(run, monkeypatch):
     """A long call to the pool is one in which nobody else is answered."""
     monkeypatch.setattr(archiver, "TURN_BYTES", 1000)

@@ -234,7 +234,9 @@ class _StepColumns:
             metadata, *more = extra = extra_of(payload[extra_at:])
             if own_pictures := pictures_of(extra):
                 more.append([keys.get(picture.digest) for picture in own_pictures])
-            said = metadata.pop(MESSAGES, None) if isinstance(metadata, dict) else None
+            said = None
+            if isinstance(metadata, dict) and metadata.get(MESSAGES) is not None:
+                said = metadata.pop(MESSAGES)
             if isinstance(said, list):
                 messages += said
             self._said.append(_json(said, "messages"))
