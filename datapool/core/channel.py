@@ -1210,11 +1210,10 @@ class Channel:
 
     def ack(self, prompt_uid: str) -> None:
         group = self._leased.pop(prompt_uid)
-        is_deleted = group.readiness.drop_when_returned is not None or bool(group.leaving)
+        erased = group.readiness.drop_when_returned is not None or self._is_over(group)
+        erased = erased or not self._take_out_leaving(group)
         self.counts.groups.acked += 1
-        self.counts.steps.acked += self._close(
-            group, "acked", erased=is_deleted or self._is_over(group)
-        )
+        self.counts.steps.acked += self._close(group, "acked", erased=erased)
         self.counts.trajectories.acked += len(group.complete)
         self._notice("acked", prompt_uid)
 
@@ -1224,8 +1223,10 @@ class Channel:
         reason = group.readiness.drop_when_returned
         if reason is None and self._is_over(group):
             reason = RETENTION
-        if reason is None and not self._take_out_leaving(group):
-            reason = TOO_FEW_ROLLOUTS
+        if reason is None and group.leaving:
+            is_clean = self._take_out_leaving(group)
+            if not is_clean or len(group.complete) < group.least:
+                reason = TOO_FEW_ROLLOUTS
         if reason is not None:
             self._drop(group, reason)
             return
@@ -1242,14 +1243,15 @@ class Channel:
         self._trim()
 
     def _take_out_leaving(self, group: GroupRecord) -> bool:
-        """Take out trajectories deleted while a consumer had the group; false: it cannot go on."""
+        """Take out and erase the trajectories deleted while a consumer had the group; False if
+        their rows cannot be read, so that the whole group has to be erased."""
         if not group.leaving:
             return True
         try:
             erasure = self.log.erasure(group, *group.leaving)
         except errors.JournalError as e:
             logger.error(
-                "%s; group %r in channel %r is dropped with what is deleted of it",
+                "%s; group %r in channel %r is erased with what is deleted of it",
                 e,
                 group.prompt_uid,
                 self.name,
@@ -1257,8 +1259,6 @@ class Channel:
             return False
         for uid in group.leaving:
             self._take_out(group, self.records.trajectories[uid])
-        if len(group.complete) < group.least:
-            return False
         self.log.erase(group, erasure)
         self.log.scrub()
         group.leaving = ()

@@ -62,6 +62,7 @@ class Departure(NamedTuple):
     channel: str
     prompt_uid: str
     trajectory_uids: tuple[str, ...]
+    """Those that are not deleted."""
     rows: array[int]
     """All of its rows in the log, in the order they were written in."""
     n_bytes: int
@@ -351,8 +352,9 @@ class GroupLog(RowLog):
             self.scrub()
 
     def depart(self, group: GroupRecord, left: GroupLeft) -> None:
-        """Leave the rows of a group, of which the last one says that it left, to the archive."""
-        uids = tuple(record.trajectory_uid for record in group.trajectories)
+        """Leave the rows of a group, of which the last one says that it left, to the archive. They
+        have nothing of its deleted trajectories."""
+        uids = tuple(uid for uid, closing in left.closings.items() if not closing.is_deleted)
         tags = group.marks.tags.union(*(record.marks.tags for record in group.trajectories))
         of = self._channel, left.prompt_uid, uids
         cost, beside = _cost(group), group.picture_bytes

@@ -6,7 +6,7 @@ import pytest
 
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.core import group_log
-from stepwell.datapool.errors import TrajectoryClosedError
+from stepwell.datapool.errors import JournalCorruptError, TrajectoryClosedError
 from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
 from stepwell.datapool.questions import ListDeparted, ReadDeparted
 from stepwell.datapool.store.reading import rows_at_places
@@ -103,6 +103,51 @@ def test_a_deletion_by_user_takes_what_is_live_and_what_waits(pool):
     assert len(waiting(pool)) == 1
     assert not pool.holds("a secret of somebody")
     assert pool.holds("something else")
+
+
+@pytest.mark.parametrize("end", ["ack", "too few are left"])
+def test_siblings_of_one_deleted_while_leased_are_left_to_the_archive(pool, end):
+    pool("apply", OpenGroup("p", 2, 1 if end == "ack" else 2))
+    for uid in ("gone", "stays"):
+        pool("apply", OpenTrajectory(uid, "p", 0, {"user": f"user of {uid}"}))
+        pool.say(uid, "p", f"text of {uid}")
+        pool("complete_trajectory", uid, 1.0)
+    lease = pool("lease_batch", 2)
+    assert pool("delete_trajectory", "gone").leased == ("gone",)
+    pool("ack" if end == "ack" else "nack", lease.lease_id)
+    for _ in range(2):
+        pool.later(0)
+        assert not pool.holds("of gone")
+        assert pool("delete_trajectory", "gone").trajectories == (), "again, by who got no answer"
+        assert pool("delete", user="user of gone").trajectories == ()
+        assert pool.say("gone", "p", "a late one", 1) == "late"
+        (departed,) = waiting(pool)
+        kept = rows_at_places(pool.folder, departed.places)
+        assert any(b"text of stays" in row.payload for row in kept)
+        assert not any(b"of gone" in row.payload + row.head for row in kept)
+        pool = pool.restart(**archived(pool.folder.parent))
+    assert pool("delete_trajectory", "stays").trajectories == ("stays",)
+    assert waiting(pool) == []
+
+
+def test_a_group_whose_deleted_trajectory_cannot_be_read_is_not_archived(pool, monkeypatch):
+    pool("apply", OpenGroup("p", 2))
+    for uid in ("gone", "stays"):
+        pool.say(uid, "p", f"text of {uid}")
+        pool("complete_trajectory", uid, 1.0)
+    lease = pool("lease_batch", 2)
+    pool("delete_trajectory", "gone")
+
+    def broken(rows):
+        raise JournalCorruptError("a payload is damaged")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool.journal, "read", broken)
+        pool("ack", lease.lease_id)
+    pool.later(0)
+    assert pool.groups()["acked"] == 1
+    assert waiting(pool) == []
+    assert not pool.holds("text of gone")
 
 
 def test_what_is_too_old_or_deleted_is_not_left_to_the_archive(pool):
