@@ -1329,7 +1329,7 @@ class Channel:
     def recall(self, closed: rows.GroupClosed, row: int) -> None:
         """Remember closed uids of before, as far as the memory for them reaches."""
         self._recall(closed)
-        self.log.keep_tombstone(row)
+        self.log.keep_tombstone(closed, row)
 
     def _recall(self, closed: rows.GroupClosed) -> None:
         for uid, closing in closed.closings.items():

@@ -178,7 +178,7 @@ class RowLog:
     """The rows of one channel, or of `log_rows.POOL`.
 
     Args:
-        remembered: tombstones that it keeps.
+        remembered: tombstones of groups or leases that it keeps, and as many of late trajectories.
         pictures: of the pool: what rows refer to.
     """
 
@@ -191,6 +191,8 @@ class RowLog:
         self._channel = channel
         self._remembered = remembered
         self._tombstones: deque[int] = deque()
+        self._late: deque[int] = deque()
+        """Tombstones of late trajectories: many of them displace no group."""
 
     def append(
         self, record: msgspec.Struct, now: float, group: GroupRecord | None, *payload: bytes
@@ -218,14 +220,15 @@ class RowLog:
             self.journal.scrub()
 
     def write_tombstone(self, record: GroupClosed | LeaseEnded, now: float) -> None:
-        self.keep_tombstone(self.append(record, now, None))
+        self.keep_tombstone(record, self.append(record, now, None))
 
-    def keep_tombstone(self, row: int | None) -> None:
-        """Add a tombstone, of which the oldest goes beyond the number remembered."""
+    def keep_tombstone(self, record: GroupClosed | LeaseEnded, row: int | None) -> None:
+        """Add a tombstone; the oldest of its kind goes beyond the number remembered."""
+        tombstones = self._late if record.how is None else self._tombstones
         if row is not None:
-            self._tombstones.append(row)
-        if self.journal is not None and len(self._tombstones) > self._remembered:
-            self.journal.delete([self._tombstones.popleft()])
+            tombstones.append(row)
+        if self.journal is not None and len(tombstones) > self._remembered:
+            self.journal.delete([tombstones.popleft()])
 
 
 class GroupLog(RowLog):

@@ -154,7 +154,7 @@ class LeaseBook:
 
     def restore_ended(self, ended: rows.LeaseEnded, row: int) -> None:
         self._ended[ended.lease_id] = ended.how
-        self.log.keep_tombstone(row)
+        self.log.keep_tombstone(ended, row)
 
     def recount(self, last: int, n_lost: int) -> None:
         """Make the counts those of the leases that are here, after rows of some were lost.

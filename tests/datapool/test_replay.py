@@ -449,6 +449,21 @@ def test_what_is_remembered_of_the_gone_is_bounded(tmp_path: Path, make_step: Ma
     pool.journal.close()
 
 
+def test_what_comes_late_displaces_no_group_from_what_is_remembered(
+    tmp_path: Path, make_step: MakeStep
+) -> None:
+    pool = Journaled(tmp_path, PoolConfig(remembered_uids=3))
+    finish(pool, make_step, "p", "t")
+    pool.ack(pool.lease_batch().lease_id)
+    for life in range(3):
+        for i in range(4):
+            assert pool.submit_step(make_step(f"late {life}-{i}", "p")) == "late"
+        pool.restart()
+    assert sorted(pool.kinds()) == ["GroupClosed"] * 4 + ["LeaseEnded"]
+    assert pool.complete_trajectory("late 2-3") == "late"
+    pool.journal.close()
+
+
 # -- payloads on disk ----------------------------------------------------------------------------
 
 
