@@ -61,7 +61,6 @@ from stepwell.datapool.core.records import (
     Records,
     TrajectoryRecord,
     short,
-    users_of,
 )
 from stepwell.datapool.core.steps import StepStore
 from stepwell.datapool.inspect.events import EventLog
@@ -331,7 +330,7 @@ class Channel:
                 )
             group = self._new_group(prompt_uid)
         group.terms = terms
-        group.metadata = dict(op.metadata)
+        self.records.set_group_metadata(group, dict(op.metadata))
         self.log.write(group, op, self.now)
         if group.readiness.ready_for and not group.readiness.is_due:
             # Steps came first. It counted as ready undeclared; now its own terms decide.
@@ -500,8 +499,7 @@ class Channel:
 
     def _new_trajectory(self, trajectory_uid: str, group: GroupRecord) -> TrajectoryRecord:
         record = TrajectoryRecord(trajectory_uid, group.prompt_uid)
-        self.records.trajectories[trajectory_uid] = record
-        group.trajectories.append(record)
+        self.records.add_trajectory(group, record)
         group.n_open += 1
         self.counts.trajectories.submitted += 1
         self.counts.trajectories.open += 1
@@ -908,16 +906,15 @@ class Channel:
 
     def delete(self, op: ops.Delete) -> ops.Deleted:
         """Delete about `AT_ONCE` of what is meant; `more` if others are left."""
+        found: Iterable[str]
         if op.tag is not None:
-            tagged = self.records.tagged.get(op.tag, ())
-            uids = list(islice(tagged, AT_ONCE + len(self._leased)))
+            found = self.records.tagged.get(op.tag, ())
         elif op.user is not None:
-            own = (uid for uid, group in self.records.groups.items() if op.user in users_of(group))
-            uids = list(islice(own, AT_ONCE + len(self._leased)))
+            found = self.records.by_user.get(op.user, ())
         else:
             record = self.records.trajectories.get(op.trajectory_uid or "")
-            uids = [] if record is None else [record.prompt_uid]
-        groups = [self.records.groups[uid] for uid in uids]
+            found = () if record is None else (record.prompt_uid,)
+        groups = [self.records.groups[uid] for uid in islice(found, AT_ONCE + len(self._leased))]
         leased = [group for group in groups if group.is_leased]
         for group in leased:
             self._delete_group(group)
@@ -1008,7 +1005,7 @@ class Channel:
             group.n_final += 1
             self._set_aside(group, record, closing)
             self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=DELETED)
-        record.metadata = only_owner(record.metadata)
+        self.records.set_metadata(record, only_owner(record.metadata))
         record.outcome, record.step_rewards, record.marks = None, None, UNMARKED
         record.pictures = None
         self.log.release_unlogged(record.trajectory_uid)
@@ -1484,7 +1481,7 @@ class Channel:
 
     def _add_metadata(self, record: TrajectoryRecord, metadata: dict[str, Any]) -> None:
         if metadata:
-            record.metadata = {**record.metadata, **metadata}
+            self.records.set_metadata(record, {**record.metadata, **metadata})
 
     def _late(
         self,

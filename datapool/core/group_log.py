@@ -39,7 +39,7 @@ from stepwell.datapool.core.log_rows import (
     read,
 )
 from stepwell.datapool.core.pictures import PictureReferences, keys_of
-from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord, users_of
+from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.types import user_of
 
 logger = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ class GroupLog(RowLog):
         tags = group.marks.tags.union(*(record.marks.tags for record in group.trajectories))
         of = self._channel, left.prompt_uid, uids
         cost, beside = _cost(group), group.picture_bytes
-        users = users_of(group)
+        users = frozenset(group.users)
         self._departures.add(Departure(group.rows[-1], *of, group.rows, cost, tags, users, beside))
 
     def keep_late(self, late: StepCameLate | RewardCameLate, now: float, payload: bytes) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
@@ -274,6 +274,8 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """True if it, or one of its trajectories, was marked."""
     tags: frozenset[str] = frozenset()
     """Tags of these marks."""
+    users: tuple[str, ...] = ()
+    """`users_of` it. No set: the collector would walk through that."""
 
     @property
     def size(self) -> int:
@@ -314,10 +316,10 @@ class Remembered(OrderedDict[str, V], Generic[V]):
             self.popitem(last=False)
 
 
-def users_of(group: GroupRecord) -> frozenset[str]:
+def users_of(group: GroupRecord) -> tuple[str, ...]:
     """The users that a group's trajectories are of; of one that has none yet, its own."""
     found = [user_of(record.metadata, group.metadata) for record in group.trajectories]
-    return frozenset(filter(None, found or [user_of(group.metadata)]))
+    return tuple(dict.fromkeys(filter(None, found or [user_of(group.metadata)])))
 
 
 class Records:
@@ -340,6 +342,8 @@ class Records:
         """Outcomes of groups that are gone, by prompt uid."""
         self.tagged: dict[str, dict[str, None]] = {}
         """Prompt uids of live groups by the tags of their marks."""
+        self.by_user: dict[str, dict[str, None]] = {}
+        """… by the users that their trajectories are of."""
         self._channel = channel
 
     def known(self, trajectory_uid: str) -> TrajectoryRecord | Closing | None:
@@ -404,23 +408,65 @@ class Records:
     def add(self, group: GroupRecord) -> None:
         self.groups[group.prompt_uid] = self.by_number[group.number] = group
 
+    def add_trajectory(self, group: GroupRecord, record: TrajectoryRecord) -> None:
+        self.trajectories[record.trajectory_uid] = record
+        group.trajectories.append(record)
+        if group.users and group.metadata:
+            self._add_user(group, user_of(group.metadata))
+
     def remove(self, group: GroupRecord) -> None:
         for record in group.trajectories:
             del self.trajectories[record.trajectory_uid]
         del self.groups[group.prompt_uid]
         del self.by_number[group.number]
-        self._untag(group, group.tags)
+        _move(self.tagged, group.prompt_uid, group.tags, ())
+        _move(self.by_user, group.prompt_uid, group.users, ())
 
     def tag(self, group: GroupRecord) -> None:
         """Note that marks of a group, or of its trajectories, changed."""
         tags = group.marks.tags.union(*(t.marks.tags for t in group.trajectories))
-        self._untag(group, group.tags - tags)
-        for tag in tags - group.tags:
-            self.tagged.setdefault(tag, {})[group.prompt_uid] = None
+        _move(self.tagged, group.prompt_uid, group.tags, tags)
         group.tags = tags
 
-    def _untag(self, group: GroupRecord, tags: Iterable[str]) -> None:
-        for tag in tags:
-            del self.tagged[tag][group.prompt_uid]
-            if not self.tagged[tag]:
-                del self.tagged[tag]
+    def set_group_metadata(self, group: GroupRecord, metadata: Mapping[str, Any]) -> None:
+        """Set the metadata of a group, which may name its user."""
+        group.metadata = metadata
+        self._set_users(group, users_of(group))
+
+    def set_metadata(self, record: TrajectoryRecord, metadata: Mapping[str, Any]) -> None:
+        """Set the metadata of a trajectory, which may name its user."""
+        group = self.groups[record.prompt_uid]
+        old, record.metadata = record.metadata, metadata
+        user = user_of(metadata, group.metadata)
+        if len(group.users) == 1 and user in group.users:  # as nearly always
+            return
+        before = user_of(old, group.metadata) if group.users else None
+        if before is not None and user != before:  # of whom there may be others
+            self._set_users(group, users_of(group))
+        else:
+            self._add_user(group, user)
+
+    def _add_user(self, group: GroupRecord, user: str | None) -> None:
+        if user is not None and user not in group.users:
+            self._set_users(group, (*group.users, user))
+
+    def _set_users(self, group: GroupRecord, users: tuple[str, ...]) -> None:
+        _move(self.by_user, group.prompt_uid, group.users, users)
+        group.users = users
+
+
+def _move(
+    index: dict[str, dict[str, None]],
+    prompt_uid: str,
+    before: Collection[str],
+    after: Collection[str],
+) -> None:
+    """Move a group in an index from the keys that it had to those that it has."""
+    for key in before:
+        if key not in after:
+            del index[key][prompt_uid]
+            if not index[key]:
+                del index[key]
+    for key in after:
+        if key not in before:
+            index.setdefault(key, {})[prompt_uid] = None

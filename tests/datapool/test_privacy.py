@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +189,53 @@ def test_a_group_that_was_only_declared_goes_with_its_user(pool):
     pool.later(0)
     assert not pool.holds("a question of eve")
     assert pool.holds("a question of bob")
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_group_is_of_the_users_that_its_metadata_names_by_now(pool, restarts):
+    pool("open_trajectory", "t1", "said at the end", 0, {"owner": "key"})
+    pool.say("t1", "said at the end", "text")
+    pool("complete_trajectory", "t1", 1.0, {"user": "end"})
+    pool("open_group", "changed", 2)
+    pool("open_trajectory", "t2", "changed", 0, {"user": "before"})
+    pool("open_trajectory", "t2", "changed", 1, {"user": "after"})
+    pool.say("t3", "declared late", "text")
+    pool("open_group", "declared late", 2, metadata={"user": "late"})
+    pool("open_group", "both", 2, metadata={"user": "both"})
+    pool("open_trajectory", "t4", "both", 0, {"user": "other"})
+    pool("open_group", "one", 3)
+    pool("open_trajectory", "t6", "one", 0, {"user": "one"})
+    pool("open_trajectory", "t7", "one", 0, {"user": "mate"})
+    pool("delete_trajectory", "t6")
+    pool = pool.restart() if restarts else pool
+    for user in ("key", "before", "both", "one"):
+        assert pool("delete", user=user) == Deleted(), user
+    pool("open_trajectory", "t5", "both")
+    for user, uids in (
+        ("end", ("t1",)),
+        ("after", ("t2",)),
+        ("late", ("t3",)),
+        ("both", ("t4", "t5")),
+        ("mate", ("t6", "t7")),
+        ("other", ()),
+    ):
+        assert pool("delete", user=user).trajectories == uids, user
+
+
+def test_a_deletion_by_user_looks_at_no_group_of_others(pool):
+    def n_calls() -> int:
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, arg: calls.append(event))
+        try:
+            pool.pool.delete(user="nobody", now=pool.now)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    before = n_calls()
+    for i in range(50):
+        pool("open_group", f"p{i}", 1, metadata={"user": f"u{i}"})
+    assert n_calls() < before + 50
 
 
 def test_many_with_a_tag_go_a_few_at_a_time(pool):
