@@ -30,7 +30,7 @@ from itertools import islice
 from typing import Any, Final, Literal
 
 from msgspec.structs import asdict, replace
-from sortedcontainers import SortedList
+from sortedcontainers import SortedDict, SortedList
 
 from stepwell.datapool import errors, ops, questions
 from stepwell.datapool.codec import PICTURES, Header, PackedGroup, PackedStep, PackedTrajectory
@@ -129,7 +129,8 @@ class Channel:
         self.rules = Rules.of(name, config, retention_s, self._sequence)
         self._events = events
         self._departures = departures
-        self._open: OrderedDict[str, GroupRecord] = OrderedDict()
+        self._open: SortedDict[int, GroupRecord] = SortedDict()
+        """Open groups by number: a group that opens again has its place by age."""
         self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
         """Groups that are ready for the channel's own n_rollouts, or held, the oldest first."""
         self._held: dict[str, str] = {}
@@ -219,11 +220,11 @@ class Channel:
                 self.queue.discard(uid)
             self.queue.reach(uid, readiness.ready_for)
         if not group.is_ready_for(self.config.n_rollouts):
-            if uid not in self._open:
+            if group.number not in self._open:
                 self._leave_ready(group)
-                self._open[uid] = group
+                self._open[group.number] = group
         elif uid not in self._ready:
-            del self._open[uid]
+            del self._open[group.number]
             self._ready[uid] = group
             self._note_version(group)
 
@@ -252,7 +253,7 @@ class Channel:
         """Take a group out of every order that live groups stand in."""
         self.queue.discard(group.prompt_uid)
         self._leave_ready(group)
-        self._open.pop(group.prompt_uid, None)
+        self._open.pop(group.number, None)
         self._set_alarm(group, None)
 
     # -- time --------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ class Channel:
         self.counts.numbered += 1
         group = GroupRecord(prompt_uid, self.now, self.counts.numbered, touched_at=self.now)
         self.records.add(group)
-        self._open[prompt_uid] = group
+        self._open[group.number] = group
         self.counts.groups.submitted += 1
         return group
 

@@ -79,6 +79,18 @@ def test_beyond_its_bytes_a_channel_drops_the_oldest_ready_groups(
     assert pool.stats()["groups"]["open"] == 1, "what is not ready is never dropped for its bytes"
 
 
+def test_beyond_its_bytes_a_channel_drops_the_oldest_open_group_though_it_opened_again(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(max_bytes=350)
+    pool.finish("old", "a")
+    pool.submit_step(make_step("b", "young"))
+    pool.open_group("old", 2)
+    pool.submit_step(make_step("c", "huge", prompt_ids=[1] * 40))
+    assert reasons(pool) == {"max_bytes": 1}
+    assert [row.prompt_uid for row in pool.list_groups(now=pool.now).items] == ["young", "huge"]
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_step_may_cost_its_own_group_its_place(
     is_last: bool, make_pool: Callable[..., Pool], make_step: MakeStep

@@ -35,6 +35,17 @@ def test_the_oldest_open_groups_are_named_with_the_reason(pool, make_step):
     assert aborted["why"] == "0 of 1 complete; all trajectories were aborted"
 
 
+def test_a_group_that_opens_again_is_as_old_as_it_was(pool):
+    pool.finish("old", "a")
+    pool.now += 100
+    pool.open_group("young", 2)
+    pool.open_group("old", 2)
+    pool.now += 100
+    stats = pool.stats()
+    assert [group["prompt_uid"] for group in stats["oldest_open"]] == ["old", "young"]
+    assert stats["oldest_open_age_s"] == 200
+
+
 def test_the_oldest_version_among_ready_groups_is_known(pool, make_step):
     for uid, version in (("a", 7), ("b", 3), ("c", 5)):
         pool.submit_step(make_step(uid, f"p{uid}", policy_version=version))
