@@ -330,16 +330,28 @@ class Channel:
                     "leased: raise the limit or timeout_s"
                 )
             group = self._new_group(prompt_uid)
+        self._leave_to_terms(group)
         group.terms = terms
         self.records.set_group_metadata(group, dict(op.metadata))
         self.log.write(group, op, self.now)
-        if group.readiness.ready_for and not group.readiness.is_due:
-            # Steps came first. It counted as ready undeclared; now its own terms decide.
-            self._become(group, replace(group.readiness, ready_for=0))
         self._set_deadline(group, terms.deadline_s)
         group.touched_at = self.now
         self._decide(group)
         return "accepted"
+
+    def _leave_to_terms(self, group: GroupRecord) -> None:
+        """Open a group again whose steps came before its declaration, unless its deadline is over:
+        undeclared it counted as ready, or idled."""
+        readiness = group.readiness
+        undecided = replace(readiness, ready_for=0, is_due=False)
+        if readiness.is_due:
+            if self.replaying or _is_past(group.deadline, self.now):
+                return
+            # A replay with another deadline is told.
+            decided = rows.GroupDecided(group.prompt_uid, undecided)
+            self.log.write(group, decided, self.now)
+        if undecided != readiness:
+            self._become(group, undecided)
 
     def drop_group(self, op: ops.DropGroup) -> None:
         prompt_uid = op.prompt_uid

@@ -402,3 +402,16 @@ def test_a_group_that_its_deadline_made_ready_stays_so_when_it_is_declared_with_
     pool.advance(10)
     assert pool.open_group("p", 2, min_rollouts=2) == "accepted"
     assert prompts(pool.fetch_batch()) == ["p"]
+
+
+def test_a_group_that_idled_goes_by_its_own_terms_once_it_is_declared(make_pool):
+    pool = make_pool(n_rollouts=4, group_idle_s=10)
+    pool.finish("p", "a")
+    pool.finish("q", "b")
+    pool.advance(10)
+    assert pool.stats()["ready"] == 2
+    assert pool.open_group("p", 2) == pool.open_group("q", 1) == "accepted"
+    pool.advance(9)
+    assert drain(pool) == ["q"]
+    pool.finish("p", "c")
+    assert len(pool.lease_batch().groups[0].trajectories) == 2

@@ -686,6 +686,23 @@ def test_another_number_of_rollouts_decides_what_is_ready(
 # -- journals that cannot be used ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("own_deadline_s", [None, 100.0])
+def test_a_group_that_was_declared_when_idle_stays_open_whatever_the_deadline_is_now(
+    own_deadline_s: float | None, make_pool: Callable[..., Journaled], make_step: MakeStep
+) -> None:
+    pool = make_pool(group_idle_s=20)
+    finish(pool, make_step, "p", "a")
+    pool.submit_step(make_step("b"))
+    pool.advance(20)
+    pool.open_group("p", 3, own_deadline_s)
+    before = pool.snapshot()
+    assert before["channels"]["train"]["order"] == [("open", None)]
+    pool.restart()
+    assert pool.snapshot() == before
+    pool.restart(changed(pool, group_idle_s=20, group_deadline_s=10))
+    assert pool.snapshot()["channels"]["train"]["order"] == [("open", None)]
+
+
 def test_rows_that_contradict_each_other_are_named(tmp_path: Path, make_step: MakeStep) -> None:
     pool = Journaled(tmp_path, PoolConfig())
     finish(pool, make_step, "p", "a")

@@ -223,8 +223,8 @@ class Model:
             if not self.has_credit():
                 return "PoolFullError"
             g = self.open(p)
-        elif g.due is None:
-            g.reached, g.withheld = [], False
+        elif g.due is None or not self.is_late(g):
+            g.due, g.reached, g.withheld = None, [], False
         g.terms = (n, least, deadline_s)
         self.set_deadline(g, deadline_s, now)
         self.touch(g)
@@ -243,6 +243,9 @@ class Model:
         if seconds is None or g.due is not None:
             return
         g.deadline = now + seconds
+
+    def is_late(self, g: Prompt) -> bool:
+        return g.deadline is not None and g.deadline <= self.now
 
     def find(self, uid: str, p: str, now: float, base: int | None = None) -> Rollout | str:
         r = self.rollouts.get(uid)
@@ -480,8 +483,7 @@ class Model:
         g.withheld = False
         self.touch(g)
         is_short = len(g.complete) < (g.terms[1] if g.terms else 1)
-        is_late = g.due is not None and g.deadline is not None and g.deadline <= self.now
-        if is_short and (g.frozen or is_late):
+        if is_short and (g.frozen or (g.due is not None and self.is_late(g))):
             self.close(r.prompt, "dropped")
         elif not g.frozen:
             if was_ready and is_short and g.due is not None:
