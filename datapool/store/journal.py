@@ -482,6 +482,8 @@ class Journal(LogReader):
                         fsync(self.folder)
                 os.pwrite(self._acked, acked.pack(), 0)
             except BaseException:  # whatever it was, nothing of it shall be found
+                with contextlib.suppress(OSError):  # an interrupt may come after it was written
+                    os.pwrite(self._acked, self.last.pack(), 0)
                 with contextlib.suppress(OSError):  # then the next transaction writes over it
                     os.ftruncate(file, at)
                 if not at:

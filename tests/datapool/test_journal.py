@@ -248,6 +248,31 @@ def test_a_failed_transaction_does_not_come_back_after_a_crash(
     assert stored_ids(open_journal(killed_copy(journal, tmp_path / "killed"))) == [kept]
 
 
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_a_transaction_interrupted_when_it_was_acknowledged_is_gone_whole(
+    n_before: int, open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path / "one")
+    before = append(journal, n_before)
+    journal.flush()
+    rows = append(journal)
+    write, interrupts = os.pwrite, [KeyboardInterrupt]
+
+    def interrupted(file: int, data: bytes, at: int) -> int:
+        n = write(file, data, at)
+        if file == journal._acked and interrupts:
+            raise interrupts.pop()
+        return n
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            journal.flush()
+    assert stored_ids(open_journal(killed_copy(journal, tmp_path / "two"))) == before
+    journal.flush()
+    assert stored_ids(open_journal(killed_copy(journal, tmp_path / "three"))) == before + rows
+
+
 def test_closing_on_a_full_disk_says_so_and_lets_go_of_the_folder(open_journal: Open) -> None:
     journal = open_journal()
     append(journal)
