@@ -176,7 +176,7 @@ async def serve(services: Services, dialect: Dialect, request: DirectCall) -> No
     if is_big:
         await asyncio.sleep(0)  # others go on between what is done for it
     prompts, identities = services.calls.prompts, services.identities
-    asker = Origin(headers, url, request.client, principal, retry, parsed.trajectory_uid)
+    asker = Origin(headers, url, request.client, principal, retry, parsed.trajectory_uid, parsed.n)
     calls: list[ChatRequest] = []
     for call in (parsed.call, *parsed.more):
         call = prompts.normalised(call)

@@ -29,7 +29,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 from urllib.parse import unquote
 
@@ -79,6 +79,8 @@ class Origin(msgspec.Struct, frozen=True, eq=False):
     retry: RetryKey
     continued: str | None = None
     """The trajectory that its body continues."""
+    n: int = 1
+    """Samples of each prompt."""
 
 
 class Identities:
@@ -132,7 +134,7 @@ class Identities:
             uid = session or self._conversations.extended(call, caller)
             if uid is None:
                 first = retry.first_digest
-                uid = self._begun_by(first, retry, caller, origin.peer)
+                uid = self._begun_by(first, retry.samples(origin.n), caller, origin.peer)
             trajectory = None if uid is None else self._trajectories.known(uid)
         if trajectory is not None:
             trajectory.check_owner(origin.caller)
@@ -204,14 +206,16 @@ class Identities:
             uid = f"{first}~{n}"
         return uid
 
-    def _begun_by(self, first: bytes, retry: RetryKey, caller: Caller, peer: Peer) -> str | None:
+    def _begun_by(
+        self, first: bytes, samples: Sequence[RetryKey], caller: Caller, peer: Peer
+    ) -> str | None:
         """The trajectory that began with this request, if it may be this very client's; the latest
         of several."""
         uid = self._conversations.at(caller + first)
         known = None if uid is None else self._trajectories.known(uid)
-        if known is None or known.calls.awaits_retry(retry):
+        if known is None or any(map(known.calls.awaits_retry, samples)):
             return uid
-        is_there = peer is not None and peer[1] != 0 and peer == known.peer
+        retry, is_there = samples[0], peer is not None and peer[1] != 0 and peer == known.peer
         return uid if retry.is_retry and (retry.is_named or is_there) else None
 
     # -- idle trajectories -------------------------------------------------------------------

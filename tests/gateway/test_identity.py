@@ -187,6 +187,23 @@ async def test_a_retry_of_a_first_call_that_failed_goes_on_in_its_conversation(w
     assert len(set(uids(world))) == 2, "one failure is one agent's"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_retry_of_a_first_call_that_nobody_waited_for_gets_its_replies(
+    world: Any, n: int
+) -> None:
+    body = FIRST_CALLS["chat/completions"] | {"n": n}
+    world.port.door.clear()
+    asking = asyncio.create_task(post(world, "chat/completions", body))
+    await world.port.waiting.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    world.port.door.set()
+    await until(lambda: len(world.stored()) == n)
+    said = await post(world, "chat/completions", body, **{"x-stainless-retry-count": "1"})
+    assert len(said["choices"]) == n
+    assert len(world.engine.requests) == len(world.stored()) == n
+
+
 async def test_an_idempotency_key_is_its_callers_and_its_requests(world: Any) -> None:
     for text in ("one", "two", "three"):
         world.say(text)
