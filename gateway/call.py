@@ -485,12 +485,13 @@ class Calls:
         if request.n_logprobs is not None and not request.stream:
             live.on_tokens(ids, generation.log_probs.tolist(), generation.top_log_probs)
         is_read = request.stream or request.n_logprobs is not None
-        if deltas := text.finish(() if is_read else ids):
-            live.publish(deltas)
-        if text.stop_sequence is not None and not isinstance(generation.matched, str):
+        deltas = text.finish(() if is_read else ids)
+        if text.stop_sequence is not None:
             n = text.n_until_stop(ids)
-            del live.tokens[n:]
+            del live.tokens[n:]  # before the last deltas tell them
             generation = generation.cut(n)
+        if deltas:
+            live.publish(deltas)
         live.generation, live.is_generated = generation, True
         parent, keys, live.message = request.parent, request.keys, text.message()
         live.has_reasoning = text.has_reasoning or (parent is not None and parent.has_reasoning)

@@ -205,8 +205,11 @@ class ReplyText:
     def n_until_stop(self, ids: Sequence[int]) -> int:
         """Number of `ids` that complete the stop string that ended the text.
 
-        The engine ends generation there itself, unless the string fell across a resumption.
+        The engine ends generation there itself, unless the string fell across a resumption: then it
+        may even end at a later one.
         """
+        if ids[-1] not in self._hidden and all(s not in self._decoded[:-1] for s in self._stops):
+            return len(ids)  # nothing follows
         low, high = 0, len(ids)
         while low + 1 < high:
             middle = (low + high) // 2

@@ -355,6 +355,40 @@ async def test_a_stop_string_across_a_weight_update_still_ends_the_response(
     ]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_ends_at_the_first_stop_string_though_the_engine_met_a_later_one(
+    world: Any, stream: bool
+) -> None:
+    world.say("act\nObser", close=False, finish="abort")
+    world.say("vation: made up\nObservation:", close=False, matched="Observation:")
+    client = await world.client()
+    answer = await client.chat.completions.create(
+        model="m", messages=MESSAGES, stop=["Observation:"], stream=stream
+    )
+    text = (await whole(answer))[1] if stream else answer.choices[0].message.content
+    assert text == "act\n"
+    [step] = world.stored()
+    assert world.tokenizer.decode(step.response_ids.tolist()) == "act\nObservation:"
+
+
+async def test_streamed_log_probs_end_where_the_step_does(world: Any) -> None:
+    said = '<tool_call>\n{"name": "calc", "arguments": {"x": "Obser'
+    world.say(said, close=False, finish="abort")
+    world.say("vation: made up")
+    client = await world.client()
+    stream = await client.chat.completions.create(
+        model="m",
+        messages=MESSAGES,
+        tools=[TOOL],
+        stop=["Observation:"],
+        stream=True,
+        logprobs=True,
+    )
+    told = [c.choices[0].logprobs async for c in stream]
+    [step] = world.stored()
+    assert sum(len(each.content) for each in told if each) == len(step.response_ids)
+
+
 async def test_an_abort_at_the_token_limit_ends_with_length(world: Any) -> None:
     client = await world.client()
     said = world.say("", close=False, finish="abort")
