@@ -348,15 +348,14 @@ class CallMemory:
         """
         if not (calls := self._calls.get(retry.digest, ())):
             return None
-        there = [call for call in calls if not call.failed]
-        if not retry.is_retry:
-            # Many clients repeat a request without saying so. One whose reply nobody got is that.
-            found = next((call for call in there if call.is_unclaimed), None)
-        elif len(there) < len(calls):
-            # Of several samples of one request, the retry is for the one that failed …
-            return None
-        else:  # … or else for one that did not get through.
-            found = next((call for call in there if not call.delivered), there[-1])
+        # Many clients repeat a request without saying so. One whose reply nobody got is that.
+        found = next((call for call in calls if call.is_unclaimed), None)
+        if found is None and retry.is_retry:
+            if any(call.failed for call in calls):
+                # Of several samples of one request, the retry is for the one that failed …
+                return None
+            # … or else for one that did not get through.
+            found = next((call for call in calls if not call.delivered), calls[-1])
         if found is not None and found.body != retry.body_digest:
             raise RequestError(
                 "this Idempotency-Key came with another request body before; use a new key",

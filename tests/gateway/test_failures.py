@@ -796,6 +796,27 @@ async def test_a_retry_of_one_failed_sample_is_not_given_another_sample(world: A
     assert len(world.stored()) == 2
 
 
+async def test_a_retry_gets_the_reply_that_nobody_got_though_a_try_before_it_had_failed(
+    world: Any,
+) -> None:
+    client = await world.client()
+    world.say("", status=500)
+    with pytest.raises(openai.InternalServerError):
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    world.say("one")
+    world.port.door.clear()
+    call = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+    await world.port.waiting.wait()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    world.port.door.set()
+    await until(lambda: len(world.stored()) == 1)
+    retry = {"x-stainless-retry-count": "1"}
+    reply = await client.chat.completions.create(model="m", messages=MESSAGES, extra_headers=retry)
+    assert reply.choices[0].message.content == "one"
+    assert len(world.stored()) == 1
+
+
 async def test_log_probs_of_other_tokens_are_refused(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
