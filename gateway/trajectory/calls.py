@@ -42,7 +42,7 @@ from stepwell.gateway.tokens.messages import Message
 NOTE: Final = "turn"
 """Key of a Step's metadata."""
 REMEMBERED = 64
-"""Keys of a trajectory, and calls of each key; the oldest ones go."""
+"""Keys of a trajectory, and calls of each key; the oldest ones without a call in flight go."""
 AT_ONCE_S = 1
 """Seconds within which an agent sends the requests of a best-of. A client that has waited longer
 than this and sends its request again has given the first one up."""
@@ -172,6 +172,10 @@ class Call(msgspec.Struct, eq=False, gc=False, kw_only=True):
     log_probs: LogProbs | None = None
     """None: the reply shows none."""
     alternatives: Sequence[TopLogProbs] = ()
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.live is not None and self.live.state in ("generating", "committing")
 
     @property
     def is_unclaimed(self) -> bool:
@@ -323,11 +327,16 @@ class CallMemory:
             if replaces_failed and failed:
                 calls = calls[: failed[0]] + calls[failed[0] + 1 :]
             _give_up(calls, call)
-            _drop(calls[: 1 - REMEMBERED])
-            calls = calls[1 - REMEMBERED :]
+            if (n_over := len(calls) + 1 - REMEMBERED) > 0:
+                old = tuple([each for each in calls if not each.is_in_flight][:n_over])
+                _drop(old)
+                calls = tuple([each for each in calls if each not in old])
         self._calls[call.retry] = (*calls, call)
         while len(self._calls) > REMEMBERED:
-            _drop(self._calls.pop(next(iter(self._calls))))
+            ended = (k for k, v in self._calls.items() if not any(c.is_in_flight for c in v))
+            if (oldest := next(ended, None)) is None:
+                break
+            _drop(self._calls.pop(oldest))
 
     def discard(self, call: Call) -> None:
         """Forget a call that turned out to be another one."""

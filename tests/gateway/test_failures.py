@@ -191,6 +191,61 @@ async def test_a_retry_outlives_the_client_that_asked_first(world: Any) -> None:
     assert len(world.stored()) == 1
 
 
+async def test_a_call_in_flight_is_not_forgotten_however_many_others_are(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.gateway.trajectory.calls.REMEMBERED", 2)
+    client = await world.client()
+    gate = asyncio.Event()
+    world.engine.default = lambda _: Sampled(world.ids("once"), gate=gate)
+
+    def ask(i: int, retry: str = "0") -> asyncio.Task[Any]:
+        messages: Any = [{"role": "user", "content": f"question {i}"}]
+        headers = {"x-stainless-retry-count": retry}
+        asking = client.chat.completions.create(model="m", messages=messages, extra_headers=headers)
+        return asyncio.create_task(asking)
+
+    calls = []
+    for i in range(4):
+        calls.append(ask(i))
+        await until(lambda n=i + 1: len(world.engine.requests) == n)
+    calls.append(ask(0, retry="1"))
+    await until(lambda: world.gateway.calls.counts["retries"] == 1)
+    gate.set()
+    replies = await asyncio.gather(*calls)
+    assert replies[0].id == replies[-1].id
+    assert len(world.engine.requests) == len(world.stored()) == 4
+
+
+async def test_a_call_that_is_stored_is_not_forgotten_for_later_ones_of_its_request(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.gateway.trajectory.calls.REMEMBERED", 2)
+    client = await world.client()
+
+    def ask(retry: str = "0") -> asyncio.Task[Any]:
+        headers = {"x-stainless-retry-count": retry}
+        asking = client.chat.completions.create(model="m", messages=MESSAGES, extra_headers=headers)
+        return asyncio.create_task(asking)
+
+    world.port.door.clear()
+    world.say("once")
+    first = ask()
+    await world.port.waiting.wait()
+    gate = asyncio.Event()
+    world.engine.default = lambda _: Sampled(world.ids("another"), gate=gate)
+    others = [ask(), ask()]
+    await until(lambda: len(world.engine.requests) == 3)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    world.port.door.set()
+    await until(lambda: len(world.stored()) == 1)
+    async with asyncio.timeout(5):
+        assert (await ask(retry="1")).choices[0].message.content == "once"
+    gate.set()
+    await asyncio.gather(*others)
+
+
 async def whole(stream: Any) -> Any:
     """Ids, text and finish reason of a stream as a client reads it; pieces may be cut anywhere."""
     chunks = [chunk async for chunk in stream]
