@@ -714,6 +714,7 @@ class Calls:
             if live.task is None:  # nothing ever began it
                 self._failed(trajectory, live, why)
                 trajectory.in_flight.discard(live)
+                trajectory.forget_if_unused()
         if live.state == "done":
             trajectory.set_unseen(live.call, live.is_given_up or not live.call.delivered)
         if live.state in ("done", "failed"):  # only what a retry needs is remembered

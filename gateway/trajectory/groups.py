@@ -47,7 +47,8 @@ class Group:
     """Key under which others find it; None: it takes nobody else."""
     channels: tuple[str, ...] = ()
     """Channels of its owner's conversations: one that began elsewhere may be in each of them."""
-    joined: int = 0
+    joined: set[str] = field(default_factory=set)
+    """Trajectories that have a place in it, if others find it by its first prompt."""
     began_at: float = field(default_factory=time.monotonic)
 
 
@@ -104,7 +105,7 @@ class Groups:
                 group = Group(f"prompt-{uid}", 1, config.within_s)
             else:
                 group = self._formed((caller.owner, first), first)
-                group.joined += 1
+                group.joined.add(uid)
         prompt_uid = f"prompt-{uid}" if group is None else group.prompt_uid
         channel = self.channel(prompt_uid, caller.channel)
         if group is not None:
@@ -124,7 +125,7 @@ class Groups:
         """The group of a first prompt that still takes conversations."""
         group = self._forming.get(place)
         if group is None or (
-            group.joined >= group.n or time.monotonic() - group.began_at >= group.deadline_s
+            len(group.joined) >= group.n or time.monotonic() - group.began_at >= group.deadline_s
         ):
             group = self._begin(place, f"prompt-{first.hex()[:12]}-{uuid.uuid4().hex[:12]}")
         return group

@@ -138,6 +138,8 @@ class Identities:
             trajectory = None if uid is None else self._trajectories.known(uid)
         if trajectory is not None:
             trajectory.check_owner(origin.caller)
+            if trajectory.group is not None and not trajectory.steps:
+                trajectory.group.joined.add(trajectory.uid)  # again, if its calls had failed
         else:
             if (declared := _decoded(headers, PROMPT_HEADER)) is not None:
                 origin.caller.check_owner(declared, None, "group")
@@ -229,9 +231,10 @@ class Identities:
                 log.exception("sweeping idle trajectories failed")
 
     async def close_idle(self, before: float) -> int:
-        """Complete the conversations that were last used before this time (monotonic seconds); how
-        many that were. Of other trajectories ask the pool: it may have closed them, by a deadline
-        say, and an agent that died never comes to hear it."""
+        """Complete the conversations that were last used before this time (monotonic seconds), or
+        abort those of a group that have no Step; how many that were. Of other trajectories ask the
+        pool: it may have closed them, by a deadline say, and an agent that died never comes to hear
+        it."""
         n_completed = 0
         for trajectory in self._trajectories:
             if not trajectory.is_idle(before):
@@ -241,6 +244,10 @@ class Identities:
                     trajectory.last_used = time.monotonic()
                 elif not trajectory.is_idle(before):
                     continue  # it went on here, while the pool was asked
+                elif trajectory.group is not None and not trajectory.steps:
+                    # Its place in the group is another's, to which its agent may have gone on.
+                    await trajectory.abort("no_steps", will_retry=True)
+                    n_completed += 1
                 elif trajectory.caller is not None:
                     await trajectory.complete(None, {"closed_by": "idle"})
                     n_completed += 1

@@ -145,10 +145,13 @@ class LiveTrajectory:
         return not (self.in_flight or self.users or self.last_used >= before)
 
     def forget_if_unused(self) -> None:
-        """Drop it if it was refused before the pool heard of it."""
-        if not (self._opened or self.users or self.in_flight or self.closed is not None):
-            if self.group is not None:
-                self.group.joined -= 1
+        """Drop it if it was refused before the pool heard of it. While no call of it has made a
+        Step, its place in its group is free for others."""
+        if self.users or self.in_flight:
+            return
+        if self.group is not None and not self.steps:
+            self.group.joined.discard(self.uid)
+        if not self._opened and self.closed is None:
             self._leave()
 
     def check_open(self) -> None:
@@ -567,7 +570,7 @@ class LiveTrajectory:
                     await ask(pool.why_closed(self.uid, channel))
                 except UnknownTrajectoryError:
                     continue
-            group.joined -= 1
+            group.joined.discard(self.uid)
             self.group = None
             if found is None:
                 self._close("closed before in the DataPool")

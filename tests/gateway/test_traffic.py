@@ -16,6 +16,7 @@ from stepwell.datapool.ops import AbortTrajectory
 from stepwell.gateway.config import Tuning
 from stepwell.gateway.pool_access import ABORTS_AT_ONCE
 from tests.builders import until
+from tests.gateway.conftest import Sampled
 
 VERSION, TRAJECTORY = "x-stepwell-version", "x-stepwell-trajectory"
 RECORDED = "x-stepwell-recorded"
@@ -208,6 +209,46 @@ async def test_a_call_that_is_refused_takes_no_place_in_a_group(worlds: Any, age
         assert status == wanted
     assert len(groups(world)) == 2
     assert len(set(groups(world))) == 1
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_first_call_that_fails_takes_no_place_in_a_group(
+    worlds: Any, agents: Any, status: int
+) -> None:
+    world = await worlds(groups=FORMED)
+    body = {"model": "m", "messages": [user("hi")], "regex": "a|b"}
+    world.engine.script.append(Sampled([], status=status))
+    assert (await agents(world).post("/v1/chat/completions", body))[0] != 200
+    for _ in range(2):
+        assert (await agents(world).post("/v1/chat/completions", body))[0] == 200
+    assert len(set(groups(world))) == 1
+
+
+async def test_a_conversation_whose_first_call_failed_takes_its_place_again_with_a_retry(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(groups=FORMED)
+    world.engine.script.append(Sampled([], status=500))
+    for retry in ("0", "1", "0", "0"):
+        body, headers = {"messages": [user("hi")]}, {"x-stainless-retry-count": retry}
+        await agents(world).post("/v1/chat/completions", body, **headers)
+    first, second, third = groups(world)
+    assert first == second != third
+
+
+async def test_a_group_waits_for_others_when_a_conversation_of_it_ends_without_a_step(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(groups=FORMED)
+    world.engine.script.append(Sampled([], status=500))
+    await agents(world).post("/v1/chat/completions", {"messages": [user("hi")]})
+    await agents(world).say(user("hi"))
+    assert await world.gateway.identities.close_idle(time.monotonic() + 1) == 2
+    assert await world.pool.lease_batch(8, "train") is None
+    await agents(world).say(user("hi"))
+    await world.gateway.identities.close_idle(time.monotonic() + 1)
+    lease = await world.pool.lease_batch(8, "train")
+    assert [len(g.trajectories) for g in lease.groups] == [2]
 
 
 @pytest.mark.parametrize("form", ["single", "first_prompt", "declared"])
