@@ -46,7 +46,8 @@ _SORTED = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Tool-call arguments as a value: a JSON object's text becomes a dict, all else stays."""
+    """Tool-call arguments as a value: a JSON object's text becomes a dict, blank text an empty one,
+    all else stays."""
     if not isinstance(arguments, str) or holds_much(arguments):
         return arguments
     try:
@@ -55,7 +56,7 @@ def parse_arguments(arguments: Any) -> Any:
             # Escaped half surrogates parse, but no tokenizer takes them.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        return arguments
+        return arguments if arguments.strip() else {}
     if not isinstance(value, dict) or (may_nest(arguments) and is_deep(value)):
         return arguments
     return value

@@ -360,6 +360,21 @@ async def test_history_as_agents_send_it_back_still_matches(world: Any) -> None:
     world.check_exact()
 
 
+async def test_a_call_without_arguments_may_come_back_with_blank_ones(world: Any) -> None:
+    client = await world.client()
+    world.say('<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>')
+    messages: list[Any] = [user("go")]
+    reply = await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
+    [call] = reply.choices[0].message.tool_calls
+    called = {**call.model_dump(), "function": {"name": "calculator", "arguments": ""}}
+    messages += [
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": call.id, "content": "3"},
+    ]
+    await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
+    assert [s.parent_index for s in world.stored()] == [None, 0]
+
+
 async def test_what_does_not_extend_is_a_branch_with_a_cause(world: Any) -> None:
     client = await world.client()
 

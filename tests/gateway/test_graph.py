@@ -158,10 +158,12 @@ def test_user_and_tool_text_must_be_equal_to_the_letter() -> None:
         ('{"x": NaN}', '{"x": NaN}'),
         ('{"x": "\\ud800"}', '{"x": "\\ud800"}'),
         ({"x": 1}, {"x": 1}),
+        ("", {}),
+        (" \n", {}),
         ('{"x": 123456789012345678901}', {"x": 123456789012345678901}),
     ],
 )
-def test_only_json_objects_are_arguments(sent: Any, value: Any) -> None:
+def test_only_json_objects_and_blanks_are_arguments(sent: Any, value: Any) -> None:
     assert parse_arguments(sent) == value
     canonical(say("assistant", tool_calls=[call(sent)]))
 
