@@ -32,6 +32,7 @@ from stepwell.gateway.tokens.messages import (
     Tools,
     content_of,
     in_call_order,
+    parse_arguments,
 )
 
 Item: TypeAlias = dict[str, Any]
@@ -181,11 +182,19 @@ def _name(tool: Mapping[str, Any], where: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool, out of the call's arguments; other arguments as they are."""
+    """The input of a custom tool, out of the call's arguments; other arguments as they are, behind
+    a space, as an input may be JSON, too."""
     match json.loads(arguments):
         case {"input": str(text), **rest} if not rest:
             return text
-    return arguments
+    return f" {arguments}"
+
+
+def custom_arguments(text: str) -> str | dict[str, Any]:
+    """Arguments of the call of a custom tool whose input is `text`: the reverse."""
+    if text.startswith(" {") and isinstance(parse_arguments(text), dict):
+        return text
+    return {"input": text}
 
 
 # -- reasoning -------------------------------------------------------------------------------
@@ -287,7 +296,7 @@ class Conversation:
                     raise wrong(f"{where}.arguments", arguments, "send JSON text")
                 self._call(item, {} if arguments is None else arguments, where)
             case "custom_tool_call":
-                self._call(item, {"input": need(item, "input", str, where)}, where)
+                self._call(item, custom_arguments(need(item, "input", str, where)), where)
             case "function_call_output" | "custom_tool_call_output":
                 call_id = _call_id(item, where)
                 absent = item.get("output") is None

@@ -129,7 +129,11 @@ def canonical(message: Mapping[str, Any]) -> bytes:
     if message["role"] != "assistant":
         return dumps([message["role"], content, message.get("tool_call_id"), message.get("name")])
     calls = [
-        [c.get("id"), c["function"]["name"], _doubles(parse_arguments(c["function"]["arguments"]))]
+        [
+            c.get("id"),
+            c["function"]["name"],
+            _comparable(parse_arguments(c["function"]["arguments"])),
+        ]
         for c in message.get("tool_calls") or ()
     ]
     return dumps(["assistant", visible_text(content), calls])
@@ -139,13 +143,14 @@ MAX_EXACT: Final = 2**53
 """Integers up to which all are doubles."""
 
 
-def _doubles(value: Any) -> Any:
-    """A value with each number as the double that RFC 8785 takes it for, integers as such."""
+def _comparable(value: Any) -> Any:
+    """A value with each number as the double that RFC 8785 takes it for, integers as such. Null
+    members are left out: clients add them, and drop them."""
     kind = type(value)
     if kind is dict:
-        return {key: _doubles(each) for key, each in value.items()}
+        return {key: _comparable(each) for key, each in value.items() if each is not None}
     if kind is list:
-        return [_doubles(each) for each in value]
+        return [_comparable(each) for each in value]
     if kind is float and value.is_integer() and -MAX_EXACT <= value <= MAX_EXACT:
         return int(value)
     if kind is int and not -MAX_EXACT <= value <= MAX_EXACT:

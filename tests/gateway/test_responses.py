@@ -639,6 +639,32 @@ async def test_custom_tools_take_and_give_plain_text(http: Http, stream: bool) -
     assert chain(http.world) == [None, 0]
 
 
+@pytest.mark.parametrize("argument", ["patch", "input"])
+async def test_whatever_a_custom_tool_is_called_with_goes_on(http: Http, argument: str) -> None:
+    said = '{"a": 1}'
+    http.world.say(call_text(said, "apply_patch", argument))
+    items: list[Any] = [{"role": "user", "content": "go"}]
+    [call] = (await http.create(items, tools=[PATCH]))["output"]
+    if argument == "input":
+        assert call["input"] == said
+    else:
+        assert json.loads(call["input"]) == {"patch": said}
+    output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "bad"}
+    await http.create([*items, call, output], tools=[PATCH])
+    assert chain(http.world) == [None, 0]
+
+
+async def test_an_action_of_a_computer_may_have_null_fields(http: Http) -> None:
+    arguments = '{"type": "click", "x": 1, "y": 2, "text": null}'
+    http.world.say(f'<tool_call>{{"name": "computer", "arguments": {arguments}}}</tool_call>')
+    tools = [{"type": "computer_use_preview", "display_width": 9, "display_height": 9}]
+    items: list[Any] = [{"role": "user", "content": "click"}]
+    items += (await http.send("POST", "responses", {"input": items, "tools": tools}))["output"]
+    items.append({"role": "user", "content": "on"})
+    await http.send("POST", "responses", {"input": items, "tools": tools})
+    assert chain(http.world) == [None, 0]
+
+
 async def test_a_response_outlives_the_items_that_its_request_referred_to(http: Http) -> None:
     asked: list[Any] = [{"role": "user", "content": "hello"}]
     first = await http.create(asked, tools=[CALC])
