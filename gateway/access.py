@@ -540,7 +540,7 @@ class AccessControl:
         if n_bytes > min(BIG, self._most_of_call):
             return False
         if n_bytes:
-            _check_kind(headers.first.get(b"content-type", b""))
+            _check_kind(headers)
         return True
 
     async def read_body(
@@ -568,19 +568,19 @@ class AccessControl:
         first = headers.first
         if b"content-length" not in first and b"transfer-encoding" not in first:
             return b""
-        kind, most = first.get(b"content-type", b""), self._most_of_call
+        most = self._most_of_call
         if not is_call:
             most = self._config.max_body_bytes
             if not self._takes_pictures:  # those that are counted come with their pictures, too
                 most = most_bytes(path, most)
             most = min(most, MAX_OPEN_BODY) if needed == "open" else most
         if is_complete:  # the rule, which needs no clock
-            body = await self._read(receive, kind, most)
+            body = await self._read(receive, headers, most)
         else:
             timeout_s = self._tuning.body_timeout_s
             try:
                 async with asyncio.timeout(timeout_s):
-                    body = await self._read(receive, kind, most)
+                    body = await self._read(receive, headers, most)
             except TimeoutError as e:
                 raise ClientTimeoutError(
                     f"the request's body did not arrive within {timeout_s:g} s; send it at once"
@@ -612,7 +612,7 @@ class AccessControl:
         if len(body) > SMALL:
             await check_holdings(path, body, self._threads)
 
-    async def _read(self, receive: Receive, kind: bytes, most: int) -> bytes:
+    async def _read(self, receive: Receive, headers: RequestHeaders, most: int) -> bytes:
         pieces: list[bytes] = []
         size, has_more = 0, True
         while has_more:
@@ -623,7 +623,7 @@ class AccessControl:
             size += len(pieces[-1])
             has_more = message.get("more_body", False)
             if size:
-                _check_kind(kind)
+                _check_kind(headers)
             if size > most:
                 raise BodyTooLargeError(
                     f"the request's body exceeds {most} bytes ({self._limit(most)})", None
@@ -692,11 +692,19 @@ def take_keys(path: str, query: bytes) -> tuple[list[tuple[bytes, bytes]], bytes
     return keys, query
 
 
-def _check_kind(kind: bytes) -> None:
+def _check_kind(headers: RequestHeaders) -> None:
     """
     Raises:
-        MediaTypeError: a body of this media type is none of JSON.
+        MediaTypeError: a body with these headers is none of JSON, or is compressed.
     """
+    coding = headers.first.get(b"content-encoding")
+    if coding is not None and coding.lower() != b"identity":
+        raise MediaTypeError(
+            f"the body came with content-encoding: {coding.decode('latin-1')!r:.80}; send it "
+            "without that header, not compressed",
+            "content-encoding",
+        )
+    kind = headers.first.get(b"content-type", b"")
     if not _is_json(kind):
         raise MediaTypeError(
             f"the body came as {kind.decode('latin-1') or 'nothing'!r:.80}; send "

@@ -10,7 +10,7 @@ pickling (they cross Ray) and subclass the matching built-in::
     │   ├── ContextLengthError                        400   the prompt does not fit
     │   ├── TrajectoryLimitError                      400   no turns left
     │   ├── BodyTooLargeError                         413
-    │   ├── MediaTypeError                            415   the body is not said to be JSON
+    │   ├── MediaTypeError                            415   the body is not said to be plain JSON
     │   ├── HeaderTooLargeError                       431
     │   ├── PictureFoundError                         400   a picture, and only text is taken
     │   ├── PreviousResponseError                     400   `previous_response_id` is not stored
@@ -128,8 +128,8 @@ class BodyTooLargeError(RequestError, status=413):
 
 
 class MediaTypeError(RequestError, status=415):
-    """The request's body is not said to be JSON. Not read as such on purpose: a web page could send
-    a form to a server on loopback."""
+    """The request's body is not said to be JSON, or is compressed. Not read as JSON on purpose: a
+    web page could send a form to a server on loopback."""
 
 
 class HeaderTooLargeError(RequestError, status=431):

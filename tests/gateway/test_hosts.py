@@ -4,6 +4,7 @@ hands out."""
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,6 +80,19 @@ async def test_a_body_is_taken_as_json_only_if_it_is_said_to_be(
     assert not (await world.pool.list_trajectories("train")).items
     for kind in ("application/json; charset=utf-8", "Application/JSON", "application/x+json"):
         assert (await post(session, url, body, content_type=kind))[0] != 415
+
+
+@pytest.mark.parametrize("path", ["/init_trajectory", "/t/p/v1/chat/completions"])
+async def test_a_compressed_body_is_refused_by_its_header(
+    world: Any, session: aiohttp.ClientSession, path: str
+) -> None:
+    url, data = world.url + path, gzip.compress(orjson.dumps(BODIES[path]))
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    async with session.post(url, data=data, headers=headers) as response:
+        assert response.status == 415
+        assert "content-encoding: 'gzip'; send it without" in await response.text()
+    plain = {"content_type": "application/json", "content_encoding": "identity"}
+    assert (await post(session, url, BODIES[path], **plain))[0] == 200
 
 
 @pytest.mark.parametrize("path", BODIES)
