@@ -138,6 +138,8 @@ class DirectCall(RequestResponseCycle):
     """The task that answers it."""
     content: bytes
     """The body, until its handler takes it."""
+    is_chunked = True
+    """A stream is sent in chunks; HTTP/1.0 has none, and the end of the connection ends it."""
     awaited: asyncio.Event | None = None
     """`message_event`, if somebody waits for the body."""
     common_headers = b""
@@ -232,13 +234,18 @@ class DirectCall(RequestResponseCycle):
         """Begin an answer of pieces, as `HttpProtocol.write_piece` writes them: the head goes out
         with the first one."""
         self.response_started = True
-        self.connection.head = self._head(200, headers) + b"transfer-encoding: chunked\r\n\r\n"
+        self.connection.is_chunked = self.is_chunked
+        coding = b"transfer-encoding: chunked\r\n" if self.is_chunked else b""
+        self.connection.head = b"%b%b\r\n" % (self._head(200, headers), coding)
 
     def end_stream(self, piece: bytes) -> None:
         """Write the last piece, and the end."""
         head, self.connection.head = self.connection.head, b""
-        chunk = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
-        self._write(b"%b%b0\r\n\r\n" % (head, chunk))
+        if self.is_chunked:
+            chunk = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
+            self._write(b"%b%b0\r\n\r\n" % (head, chunk))
+        else:
+            self._write(head + piece)
 
     def _head(self, status: int, headers: Mapping[str, str]) -> bytes:
         closing = b"" if self.keep_alive else b"connection: close\r\n"
@@ -294,6 +301,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.handed: Losing | None = None
         self.head = b""
         """Head of a stream's answer, until its first piece is written."""
+        self.is_chunked = True
+        """As `DirectCall.is_chunked`, of the stream that is being written."""
         self._limits = limits
         self._peer: str | None = None
         """None: not counted any more."""
@@ -371,7 +380,10 @@ class HttpProtocol(HttpToolsProtocol):
     def write_piece(self, data: bytes) -> None:
         if not self.is_lost and data:
             head, self.head = self.head, b""
-            self.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
+            if self.is_chunked:
+                self.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
+            else:
+                self.transport.write(head + data)
 
     def authenticated(self) -> None:
         if self._peer is not None:
@@ -468,9 +480,12 @@ class HttpProtocol(HttpToolsProtocol):
         """Start a call, or queue it behind the request that is being answered."""
         if target.keys:
             headers = RequestHeaders([*headers.raw, *target.keys])
-        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        is_old = self.parser.get_http_version() == "1.0"
+        keep_alive = not is_old and self.parser.should_keep_alive()
         before = self.cycle
         self.cycle = call = DirectCall(self, target, headers, keep_alive)
+        if is_old:
+            call.is_chunked = False
         if before is None or before.response_complete:
             call.begin(self.app)
         else:

@@ -349,3 +349,21 @@ async def test_errors_that_nobody_reads_are_not_piled_up(worlds: Any) -> None:
     with suppress(ConnectionError):
         await sending
     assert 0 < most < 100_000
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_stream_is_chunked_where_http_knows_chunks(world: Any, version: str) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True})
+    wire = await Wire.to(world)
+    await wire.send(
+        f"POST /t1/p1/v1/chat/completions HTTP/{version}\r\nhost: localhost\r\n"
+        "connection: close\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n{body}"
+    )
+    head, _, events = (await wire.answer()).partition("\r\n\r\n")
+    assert ("transfer-encoding: chunked" in head) is (version == "1.1")
+    if version == "1.0":
+        assert events.startswith("data: {")
+        assert events.endswith("data: [DONE]\n\n")
+        assert "\r" not in events
+    assert len(world.stored()) == 1
