@@ -196,7 +196,8 @@ class ChatParams(CompletionParams):
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] | None = None
     continue_final_message: bool = False
-    """vLLM's and SGLang's: the reply goes on from the last message, the assistant's."""
+    """vLLM's and SGLang's: the reply goes on from the last message, the assistant's. DeepSeek and
+    Mistral mark that message `prefix: true`, Moonshot and Qwen `partial: true`."""
     add_generation_prompt: bool | None = None
     """Not asked of the model twice: true, and false with `continue_final_message`."""
     prediction: Any = None
@@ -267,10 +268,10 @@ class OpenAIChat(Dialect):
             told = effort_args(effort, self._chat_template, "reasoning_effort", ignored)
             template_args = told | template_args
         messages = in_call_order([_message(m, known.place(i), known) for i, m in enumerate(items)])
-        prefill = ""
-        if params.continue_final_message or params.add_generation_prompt is not None:
-            prefill = _continued(messages, params, known, forced_tool)
-        if params.continue_final_message:
+        prefill, field = "", _goes_on(params, items, known)
+        if field is not None or params.add_generation_prompt is not None:
+            prefill = _continued(messages, params, known, forced_tool, field)
+        if field is not None:
             messages.pop()
         if known.cuts is not None:
             _note_cuts(messages, known)
@@ -530,31 +531,50 @@ def _choice(choice: Any, tools: list[Tool]) -> str | None:
     raise wrong("tool_choice", choice, "send 'auto', 'none', 'required' or a function")
 
 
+def _goes_on(params: ChatParams, items: Sequence[Any], known: Known) -> str | None:
+    """The field that asks for a reply that goes on from the last message; None: it begins anew."""
+    if params.continue_final_message:
+        return "continue_final_message"
+    match items[-1:]:
+        case [{"role": "assistant", "prefix": True}]:
+            return f"messages[{known.place(len(items) - 1)}].prefix"
+        case [{"role": "assistant", "partial": True}]:
+            return f"messages[{known.place(len(items) - 1)}].partial"
+    return None
+
+
 def _continued(
-    messages: Sequence[Message], params: ChatParams, known: Known, forced_tool: str | None
+    messages: Sequence[Message],
+    params: ChatParams,
+    known: Known,
+    forced_tool: str | None,
+    field: str | None,
 ) -> str:
     """Text of the last message that the reply goes on from; "" if it begins anew.
+
+    Args:
+        field: the one that asks for it.
 
     Raises:
         RequestError: the last message cannot be continued, or the fields contradict one another.
     """
-    if not params.continue_final_message:
+    if field is None:
         if params.add_generation_prompt is False:
             remedy = "leave it out: a reply begins behind it; or send continue_final_message: true"
             raise wrong("add_generation_prompt", False, remedy)
         return ""
     if params.add_generation_prompt:
-        remedy = "send false, or leave it out: continue_final_message is true"
+        remedy = f"send false, or leave it out: {field} is true"
         raise wrong("add_generation_prompt", True, remedy)
     last, where = messages[-1], f"messages[{known.place(len(messages) - 1)}]"
     if last["role"] != "assistant" or len(messages) == 1:
         remedy = "end messages with the assistant's, behind another one"
-        raise wrong("continue_final_message", True, remedy)
+        raise wrong(field, True, remedy)
     if last.get("tool_calls") or last.get("reasoning_content"):
         remedy = f"{where} has tool calls or thinking, and only text can be continued"
-        raise wrong("continue_final_message", True, remedy)
+        raise wrong(field, True, remedy)
     if forced_tool is not None:
-        raise wrong("continue_final_message", True, "leave out tool_choice: text goes on")
+        raise wrong(field, True, "leave out tool_choice: text goes on")
     text: str = last["content"]
     return text
 

@@ -1552,12 +1552,17 @@ async def test_who_may_call_no_tool_gets_the_markup_of_a_call_as_text(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_reply_goes_on_from_the_final_message(worlds: Any, stream: bool) -> None:
+@pytest.mark.parametrize("mark", [None, "prefix", "partial"])
+async def test_a_reply_goes_on_from_the_final_message(
+    worlds: Any, stream: bool, mark: str | None
+) -> None:
     world = await worlds(family="qwen3")
     client = await world.client()
     world.say(" two three")
-    messages = [user("count"), {"role": "assistant", "content": "one"}]
-    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    messages: list[Any] = [user("count"), {"role": "assistant", "content": "one"}]
+    extra: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    if mark is not None:  # DeepSeek's and Mistral's, Moonshot's and Qwen's
+        messages[-1][mark], extra = True, {}
     create = client.chat.completions.create
     if stream:
         chunks = await create(model="m", messages=messages, extra_body=extra, stream=True)
