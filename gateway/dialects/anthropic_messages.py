@@ -71,6 +71,8 @@ _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
 _COMPUTER = re.compile(r"computer_20[0-9]{6}")
 _AGENT_RUN = ("bash_", "text_editor_", "memory_")
 """Built-in tools whose calls the agent answers itself: it would wait for them in vain."""
+_TOLD_OF_TOOLS = ("strict", "input_examples", "defer_loading")
+"""Fields of a tool that are left aside: it is shown at once, with its schema alone."""
 
 
 class ThinkingConfig(Part):
@@ -389,7 +391,7 @@ class ReadTools(NamedTuple):
         """
         tools: list[Tool] = []
         builtin: list[str] = []
-        is_strict = False
+        ignored: dict[str, None] = {}
         for i, tool in enumerate(sent):
             where = f"tools[{i}]"
             if not isinstance(tool, dict):
@@ -402,7 +404,7 @@ class ReadTools(NamedTuple):
                 described = {} if about is None else {"description": about}
                 function = {"name": name, **described, "parameters": schema}
                 tools.append({"type": "function", "function": function})
-                is_strict |= tool.get("strict") is True
+                ignored |= {f"tools.{f}": None for f in _TOLD_OF_TOOLS if tool.get(f)}
             elif isinstance(kind, str) and _COMPUTER.fullmatch(kind):
                 tools.append(anthropic_computer(tool, where))
             elif not isinstance(kind, str) or not _BUILTIN.fullmatch(kind):
@@ -412,7 +414,7 @@ class ReadTools(NamedTuple):
                 raise wrong(f"{where}.type", kind, remedy)
             else:
                 builtin.append(f"{where}={kind}")
-        return cls(Tools(tools), tuple(builtin), ("tools.strict",) if is_strict else ())
+        return cls(Tools(tools), tuple(builtin), (*ignored,))
 
 
 # -- messages --------------------------------------------------------------------------------
@@ -559,6 +561,8 @@ def _block_text(block: Mapping[str, Any], where: str, supported: str) -> str:
         case {"type": "text"}:
             return need(block, "text", str, where)
         case {"type": "document", "source": {"type": "text"}}:
-            return need(block["source"], "data", str, f"{where}.source")
+            about = (optional(block, name, where) for name in ("title", "context"))
+            text = need(block["source"], "data", str, f"{where}.source")
+            return "\n".join([*filter(None, about), text])
     remedy = f"this gateway supports {supported} here (documents as text only)"
     raise wrong(f"{where}.type", block.get("type"), remedy)

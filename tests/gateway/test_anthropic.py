@@ -270,6 +270,13 @@ async def test_what_agents_change_on_the_way_does_not_break_the_branch(wires: An
     world.check_exact()
 
 
+async def test_a_document_is_read_with_its_title_and_context(wire: Wire) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+    document = {"type": "document", "source": source, "title": "Weather", "context": "Of today."}
+    await wire.ask(messages=[user(document, text("And?"))])
+    assert "Weather\nOf today.\nIt rains.\nAnd?" in sent_prompt(wire.world, 0)
+
+
 async def test_text_between_tool_calls_comes_back_as_the_same_turn(wire: Wire) -> None:
     wire.world.say(f"A\n{call_text(expression='1')}\nB {call_text(expression='2')}")
     reply = await wire.ask(tools=[CALC])
@@ -638,7 +645,10 @@ async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:
         container=None,
         diagnostics={"previous_message_id": None},
         tool_choice={"type": "auto", "name": None, "disable_parallel_tool_use": None},
-        tools=[{**CALC, "strict": True, "eager_input_streaming": True, "defer_loading": True}],
+        tools=[
+            {**CALC, "strict": True, "eager_input_streaming": True, "defer_loading": True},
+            {**CALC, "name": "other", "strict": True, "input_examples": [{"expression": "1"}]},
+        ],
     )
     assert status == 200, reply
     assert reply["context_management"] == {"applied_edits": []}
@@ -647,6 +657,8 @@ async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:
         "context_management",
         "output_config.effort",
         "thinking.budget_tokens",
+        "tools.defer_loading",
+        "tools.input_examples",
         "tools.strict",
     ]
 
