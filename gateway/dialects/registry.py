@@ -45,7 +45,7 @@ _GEMINI = Gemini()
 
 def error_response(url_path: str, e: GatewayError) -> Response:
     """An error in the shape of the path's dialect; OpenAI's elsewhere."""
-    _, _, below = url_path.partition("/v1/")
+    _, _, below = url_path.rpartition("/v1/")  # the last one: a uid may be `v1`
     dialect = next(
         (d for path, d in _WORDING.items() if below == path or below.startswith(path + "/")),
         _GEMINI if is_gemini(url_path) else _WORDING["chat/completions"],

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import orjson
+from pydantic import ValidationError
 
 from stepwell.datapool.branches import parents
 from stepwell.datapool.config import SelectionConfig
@@ -43,6 +44,7 @@ from stepwell.datapool.questions import ReadDeparted, ReadEnds
 from stepwell.datapool.selection import Marks
 from stepwell.datapool.selection.built_in import FILTERS, ORDERS, read_name
 from stepwell.datapool.types import TRAIN, Trajectory
+from stepwell.gateway.dialects.params import refusal
 from stepwell.gateway.errors import RequestError, UnknownItemError
 from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -774,8 +776,9 @@ class Dashboard:
         if selection is not None:
             try:
                 rules = SelectionConfig.model_validate(selection)
-            except ValueError as e:
-                raise RequestError(f"selection: {e}", "selection") from e
+            except ValidationError as e:
+                first = e.errors(include_url=False)[0]
+                raise refusal([{**first, "loc": ("selection", *first["loc"])}]) from e
             rules = _built_in(rules)
         ready = (await self.ask(self.pool.get_statistics(channel)))["groups"]["ready"]
         if ready > MOST_TRIED:

@@ -326,6 +326,7 @@ OTHER_MODELS = {
         ("/submit_steps", {"steps": []}, "steps"),
         ("/submit_steps", {"steps": [{"prompt": [1]}]}, "steps[0].prompt"),
         ("/submit_steps", {"steps": [OTHER_MODELS]}, "steps[0] holds the token id 1000000"),
+        ("/ui/api/dry_run", {"selection": {"filters": [{"path": "x"}]}}, "selection.filters[0]"),
     ],
 )
 async def test_malformed_requests_are_refused_by_name(
@@ -335,6 +336,15 @@ async def test_malformed_requests_are_refused_by_name(
     assert status == 400
     assert got["error"]["type"] == "invalid_request_error"
     assert named in got["error"]["message"]
+    assert "\n" not in got["error"]["message"]
+
+
+@pytest.mark.parametrize("names", ["t1/p1", "t1/v1", "v1/p1", "v1/v1"])
+async def test_errors_have_the_shape_of_their_path_whatever_its_names_are(
+    world: Any, http: Http, names: str
+) -> None:
+    status, got = await http.post(f"{world.url}/{names}/v1/messages")
+    assert (status, got["type"]) == (400, "error")
 
 
 async def test_unknown_paths_and_methods_answer_in_the_error_shape(world: Any, http: Http) -> None:
