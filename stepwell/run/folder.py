@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import socket
 import subprocess
 import time
@@ -33,21 +34,33 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from stepwell.cluster.address import RayPart
 from stepwell.config.run import RunConfig
 from stepwell.config.secrets import without_secrets
-from stepwell.datapool.files.copies import VALIDATION
+from stepwell.datapool.files.copies import OLD, ROLLOUTS, VALIDATION
 from stepwell.datapool.files.trained import TRAINED
 from stepwell.datapool.sealed import read_sealed, sealed, write_durably
 from stepwell.errors import NoRunError, RunUnavailableError
-from stepwell.layout import ARCHIVE, CHECKPOINTS, LOGS, POOL, REPLAY, RUN_FILE, WEIGHTS
+from stepwell.gateway.config import LAST_START
+from stepwell.layout import (
+    ARCHIVE,
+    CHECKPOINTS,
+    GATEWAY_KEY,
+    LOGS,
+    POOL,
+    REWARD_PLOT,
+    RUN_FILE,
+    SUMMARY,
+    WEIGHTS,
+)
 from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.metrics import METRICS, PROFILE
 from stepwell.version import versions
 
 LOCK = "run.lock"
 TRAINER_LOCK = "trainer.lock"
 STARTED_OVER = (
-    *(WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, TRAINED, REPLAY),
-    *("wandb", "tensorboard"),
+    *(WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, TRAINED, PROFILE, "wandb", "tensorboard"),
+    *(METRICS, ROLLOUTS, OLD, LAST_START, SUMMARY, REWARD_PLOT, GATEWAY_KEY),
 )
-"""Folders that `run.resume: never` removes."""
+"""Folders and files that a run writes and `run.resume: never` removes, beside `run.json`."""
 LOCK_WAIT_S = 0.5
 """A reader that looks whether the run is alive holds the lock for a moment."""
 REPAIR_S = 3.0
@@ -58,8 +71,8 @@ GIT_S = 10.0
 ANSWER_S = 5.0
 """A gateway answers within this."""
 DAMAGED_RUN = (
-    "delete it and start the run again, which writes it anew: its journal and checkpoints are "
-    "kept, and engines begin with the base model until the trainer publishes"
+    "if a run wrote it, empty it and start the run again, which writes it anew: its journal and "
+    "checkpoints are kept, and engines begin with the base model until the trainer publishes"
 )
 
 
@@ -165,18 +178,21 @@ def read_run(run_dir: Path) -> RunFile:
 
     Raises:
         NoRunError: there is none.
-        RunUnavailableError: another release wrote it.
+        RunUnavailableError: another release wrote it, or a user emptied it.
         DamagedFileError: it is not what was written.
     """
     check_folder(run_dir)
-    if not (run_dir / RUN_FILE).is_file():
+    path = run_dir / RUN_FILE
+    if not path.is_file():
         raise NoRunError(f"{run_dir} is no run's folder: it has no {RUN_FILE}; {_NAME_ONE}")
+    anew = "start the run again, which writes it anew"
+    if not path.stat().st_size:
+        raise RunUnavailableError(f"{path} is empty; {anew}")
     try:
-        return RunFile.model_validate(read_sealed(run_dir / RUN_FILE, DAMAGED_RUN))
+        return RunFile.model_validate(read_sealed(path, DAMAGED_RUN))
     except (OSError, ValidationError) as e:
         raise RunUnavailableError(
-            f"{run_dir / RUN_FILE} cannot be read ({str(e).splitlines()[0]}); start the run again, "
-            "which writes it anew"
+            f"{path} cannot be read ({str(e).splitlines()[0]}); {anew}"
         ) from e
 
 
@@ -295,20 +311,21 @@ def _runs_in(folder: Path, pid: int) -> str:
 
 
 def refuse_to_remove(config: RunConfig) -> None:
-    """
+    """Refuse a first start where files are that it, or a later one, would write over or remove.
+
     Raises:
-        ConfigError: the start would remove what is no run's, or a model that it names.
+        ConfigError: there are some, or the start would remove a model that it names.
+        DamagedFileError: `run.json` is not what a run wrote.
     """
     folder = config.run.dir
-    removed = STARTED_OVER if config.run.resume == "never" else (WEIGHTS,)
-    foreign = [
-        name for name in removed if (folder / name).is_dir() and any((folder / name).iterdir())
-    ]
-    if foreign and not any((folder / name).exists() for name in (RUN_FILE, LOCK)):
+    foreign = [name for name in STARTED_OVER if _has_content(folder / name)]
+    if foreign and not _had_run(folder):
         raise ConfigError(
-            f"run.dir is {str(folder)!r}, where no run was and {', '.join(foreign)} would be "
-            "removed; name a new folder"
+            f"run.dir is {str(folder)!r}, where no run was (it has no {RUN_FILE}), and "
+            f"{', '.join(foreign)} would be written over or removed; name a new folder; if a run "
+            f"wrote them, go on with: touch {shlex.quote(str(folder / RUN_FILE))}"
         )
+    removed = STARTED_OVER if config.run.resume == "never" else (WEIGHTS,)
     for link in (folder / name for name in removed if config.run.resume == "never"):
         if link.is_symlink() and link.is_dir() and any(link.iterdir()):
             raise ConfigError(
@@ -330,6 +347,22 @@ def refuse_to_remove(config: RunConfig) -> None:
                     f"{key} is {str(path)!r}, and the start of this run removes {folder / name}; "
                     "choose another run.name, or copy the model first"
                 )
+
+
+def _has_content(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _had_run(folder: Path) -> bool:
+    """Whether a run wrote `run.json`, or a user emptied it. A lock would not do: a start that was
+    refused or failed leaves one, too."""
+    try:
+        read_run(folder)
+    except NoRunError:
+        return False
+    except RunUnavailableError:
+        return True
+    return True
 
 
 @dataclass(slots=True)

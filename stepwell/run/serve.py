@@ -25,7 +25,6 @@ from stepwell.backends.weights.transports import Disk, Lora
 from stepwell.cluster.parts import POOL_NAME, Cluster, start_cluster
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DamagedFileError
-from stepwell.datapool.files.copies import OLD, ROLLOUTS
 from stepwell.datapool.log_files import logging_to
 from stepwell.datapool.remote.actor import SHARDS_FILE
 from stepwell.datapool.sealed import remove_drafts
@@ -33,21 +32,13 @@ from stepwell.datapool.store.folder import holder
 from stepwell.datapool.store.salvage import SHARDS, remove_journals
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
-from stepwell.gateway.config import LAST_START
-from stepwell.layout import (
-    GATEWAY_KEY,
-    LOGS,
-    POOL,
-    RUN_FILE,
-    SERVE_LOG,
-    TRAINER_LOG,
-    WEIGHTS,
-)
+from stepwell.layout import LOGS, POOL, RUN_FILE, SERVE_LOG, TRAINER_LOG, WEIGHTS
 from stepwell.run.folder import (
     STARTED_OVER,
     EnginesPart,
     GatewayPart,
     PoolPart,
+    RunFile,
     begin,
     journal_folder,
     left_by_trainer,
@@ -57,7 +48,6 @@ from stepwell.run.folder import (
 )
 from stepwell.run.record import record_run
 from stepwell.track.output import print_line
-from stepwell.track.summary import SUMMARY
 from stepwell.trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -72,10 +62,11 @@ async def serve(config: RunConfig) -> None:
     with only_run_in(folder):
         if config.run.resume == "never":
             start_over(folder)
+        run = take_folder(config, trains=False)
         with logged(folder, SERVE_LOG):
             # Programs read the address in the first line of the output.
             print_line(starting(config), sys.stderr)
-            async with start_run(config, trains=False) as cluster:
+            async with start_run(config, run, trains=False) as cluster:
                 print_line(where_to_call(config, cluster))
                 for line in _without_trainer(config):
                     log.info("%s", line)
@@ -173,16 +164,24 @@ def logged(folder: Path, name: str = TRAINER_LOG) -> Iterator[None]:
             raise
 
 
+def take_folder(config: RunConfig, *, trains: bool = True) -> RunFile:
+    """Write `run.json` before anything else, logs included: however this start ends, the next one
+    takes the folder for a run's (`refuse_to_remove`)."""
+    forget_weights(config, trains=trains)
+    return begin(config)
+
+
 @asynccontextmanager
-async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[Cluster]:
+async def start_run(
+    config: RunConfig, run: RunFile, *, trains: bool = True
+) -> AsyncIterator[Cluster]:
     """The running parts, and a `run.json` that says where they are.
 
     Args:
+        run: by `take_folder`.
         trains: see `start_cluster`.
     """
     await asyncio.to_thread(remove_drafts, config.run.dir)
-    forget_weights(config, trains=trains)
-    run = begin(config)
     async with start_cluster(config, trains=trains) as cluster:
         parts: dict[str, Any] = {"ray": cluster.ray, "pool": PoolPart(name=POOL_NAME)}
         if config.serves:
@@ -238,8 +237,6 @@ def start_over(folder: Path) -> None:
     Raises:
         ConfigError: a live process uses the run's pool, or trains in it.
     """
-    from stepwell.trainer.metrics import PROFILE  # torch comes with these
-
     refuse_second_trainer(folder)
     elsewhere = _journals_elsewhere(folder)
     for pool in (folder / POOL, *elsewhere):
@@ -252,11 +249,11 @@ def start_over(folder: Path) -> None:
     for pool in elsewhere:
         remove_journals(pool)
         (pool / SHARDS_FILE).unlink(missing_ok=True)
-    for name in (*STARTED_OVER, PROFILE):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    files = (ROLLOUTS, OLD, LAST_START, SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE)
-    for name in ("metrics.jsonl", *files):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / name for name in (*STARTED_OVER, RUN_FILE)):
+        if path.is_file():
+            path.unlink()
+        else:  # a link to a folder stays
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _journals_elsewhere(folder: Path) -> list[Path]:

@@ -33,7 +33,7 @@ from stepwell.cluster.ray import attached, environment, while_lives
 from stepwell.config.run import RunConfig
 from stepwell.datapool import connect as connect_pool
 from stepwell.errors import RunUnavailableError
-from stepwell.layout import CHECKPOINTS, LOGS
+from stepwell.layout import CHECKPOINTS, LOGS, SUMMARY
 from stepwell.run.checks import Checked, check_attached, check_run, validation_tasks
 from stepwell.run.folder import (
     RunFile,
@@ -46,11 +46,11 @@ from stepwell.run.folder import (
 )
 from stepwell.run.replay import replay
 from stepwell.run.resume import told
-from stepwell.run.serve import logged, start_over, start_run, starting
+from stepwell.run.serve import logged, start_over, start_run, starting, take_folder
 from stepwell.run.trainer import build_trainer
 from stepwell.track.collapse import find_collapse
 from stepwell.track.console import Display
-from stepwell.track.summary import SUMMARY, plot_reward, read_summary, summarise, write_summary
+from stepwell.track.summary import plot_reward, read_summary, summarise, write_summary
 from stepwell.track.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import TrainerConfig
@@ -114,22 +114,24 @@ async def _run(config: RunConfig, checked: Checked) -> dict[str, Any]:
         )
         display.summary(done, folder)
         return done
-    with only_trainer_in(folder) as lock, logged(folder):
-        if (other := os.environ.get("RAY_ADDRESS")) and config.cluster.address is None:
-            display.status(
-                f"RAY_ADDRESS is {other!r}, which is not joined: cluster.address is null, so this "
-                "run has a Ray of its own; cluster.address=auto joins it"
-            )
-        display.status(starting(config))
-        async with start_run(config) as cluster:
-            where = f"Ray at {cluster.ray.address}, namespace {cluster.ray.namespace}"
-            if config.serves:
-                url = cluster.gateway_url
-                where = f"gateway at {url}; dashboard {url}/ui; {where}"
-            display.status(where)
-            if placed := cluster.placement.text():
-                display.status(placed)
-            return await _train_on(cluster, config, checked, display, lock)
+    with only_trainer_in(folder) as lock:
+        run = take_folder(config)
+        with logged(folder):
+            if (other := os.environ.get("RAY_ADDRESS")) and config.cluster.address is None:
+                display.status(
+                    f"RAY_ADDRESS is {other!r}, which is not joined: cluster.address is null, so "
+                    "this run has a Ray of its own; cluster.address=auto joins it"
+                )
+            display.status(starting(config))
+            async with start_run(config, run) as cluster:
+                where = f"Ray at {cluster.ray.address}, namespace {cluster.ray.namespace}"
+                if config.serves:
+                    url = cluster.gateway_url
+                    where = f"gateway at {url}; dashboard {url}/ui; {where}"
+                display.status(where)
+                if placed := cluster.placement.text():
+                    display.status(placed)
+                return await _train_on(cluster, config, checked, display, lock)
 
 
 async def _train_on(

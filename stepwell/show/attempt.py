@@ -32,7 +32,7 @@ from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.layout import LOGS, SERVE_LOG
 from stepwell.run.checks import agent, check_serving, named
 from stepwell.run.folder import GatewayPart, only_run_in
-from stepwell.run.serve import logged, start_run, starting
+from stepwell.run.serve import logged, start_run, starting, take_folder
 from stepwell.show.run import open_run
 from stepwell.show.trajectory import Opened, opened_of, trajectory_screen
 from stepwell.track.console import safe
@@ -125,19 +125,21 @@ async def attempt(config: RunConfig, task: Task) -> Tried:
     """
     check_serving(config)
     folder = config.run.dir
-    with only_run_in(folder), logged(folder, SERVE_LOG):
-        print_line(starting(config), sys.stderr)
-        async with start_run(config, trains=False) as cluster:
-            gateway = GatewayPart(urls=cluster.gateway_urls, key_file=cluster.key_file)
-            tokenizer = config.gateway.tokenizer_path or config.model.path
-            return await _rollout(
-                config,
-                task,
-                cluster.pool,
-                gateway.urls,
-                gateway.key(),
-                str(tokenizer),
-            )
+    with only_run_in(folder):
+        run = take_folder(config, trains=False)
+        with logged(folder, SERVE_LOG):
+            print_line(starting(config), sys.stderr)
+            async with start_run(config, run, trains=False) as cluster:
+                gateway = GatewayPart(urls=cluster.gateway_urls, key_file=cluster.key_file)
+                tokenizer = config.gateway.tokenizer_path or config.model.path
+                return await _rollout(
+                    config,
+                    task,
+                    cluster.pool,
+                    gateway.urls,
+                    gateway.key(),
+                    str(tokenizer),
+                )
 
 
 async def attempt_at(config: RunConfig, task: Task, run: str) -> Tried:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepwell.datapool.sealed import read_sealed, write_sealed
+from stepwell.layout import REWARD_PLOT, SUMMARY
 from stepwell.trainer.metrics import waits
 
 if TYPE_CHECKING:
     from stepwell.trainer.progress import Progress
 
-SUMMARY = "summary.json"
 INK, BLUE, ORANGE, GREY = "#1f2933", "#2f6fde", "#e07b39", "#9aa5b1"
 
 
@@ -162,7 +162,7 @@ def plot_reward(
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=GREY, alpha=0.25)
-    path = folder / "reward.png"
+    path = folder / REWARD_PLOT
     figure.savefig(path, dpi=140)
     plt.close(figure)
     return path

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import ray
 
 from stepwell.config.load import load_config
-from stepwell.run.folder import begin, holder, only_run_in
+from stepwell.run.checks import check_run
+from stepwell.run.folder import begin, holder, only_run_in, read_run
 from stepwell.run.train import resume_status, train
 from stepwell.trainer.errors import ConfigError
 
@@ -23,6 +26,7 @@ async def test_training_prompts_that_are_all_held_out_are_refused_before_anythin
     config = load_config("quickstart", options)
     shared = config.data.model_copy(update={"val": config.data.train})
     folder.mkdir()
+    begin(config)
     (folder / "metrics.jsonl").write_text("of the run before\n")
     with pytest.raises(ConfigError, match=r"data\.train .* also in data\.val .* name other data"):
         await train(config.model_copy(update={"data": shared}))
@@ -77,18 +81,61 @@ async def test_the_folder_of_a_live_run_is_refused_whatever_its_pool_keeps_on_di
     assert (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("resume", "named"), [("auto", "weights"), ("never", "weights, checkpoints, logs")]
-)
-async def test_what_no_run_wrote_is_not_removed(tmp_path: Path, resume: str, named: str) -> None:
-    """Weights of somebody's own, in the folder that run.dir=. names."""
-    for name in ("weights", "checkpoints", "logs"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine").touch()
+@pytest.mark.parametrize("resume", ["auto", "never"])
+async def test_a_first_start_is_refused_where_files_are_that_no_run_wrote(
+    tmp_path: Path, resume: str
+) -> None:
+    """Such as a project's own, in the folder that run.dir=. names."""
+    names = ("weights", "checkpoints", "logs", "metrics.jsonl", "summary.json", "rollouts.jsonl")
+    for name in names:
+        path = tmp_path / name if "." in name else tmp_path / name / "mine"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
     options = ["logging.console=quiet", f"run.resume={resume}", f"run.dir={tmp_path}"]
-    with pytest.raises(ConfigError, match=rf"where no run was and {named} would be removed"):
-        await train(load_config("quickstart", options))
-    assert all((tmp_path / n / "mine").is_file() for n in ("weights", "checkpoints", "logs"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="where no run was") as refused:
+            await train(load_config("quickstart", options))
+        assert all(f"{name}" in str(refused.value) for name in names)
+        with only_run_in(tmp_path):  # and after a start that failed
+            pass
+    assert [n for n in names if (tmp_path / n / "mine").exists() or "." in n] == list(names)
+    (tmp_path / "run.json").touch()  # the remedy, where a run wrote them
+    check_run(load_config("quickstart", options))
+
+
+async def test_a_start_that_fails_early_does_not_keep_the_next_one_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> NoReturn:
+        raise ConnectionError("no Ray")
+
+    monkeypatch.setattr("stepwell.run.train.start_run", fails)
+    options = ["logging.console=quiet", f"run.dir={tmp_path / 'run'}"]
+    for resume in ("auto", "never", "never"):
+        with pytest.raises(ConnectionError, match="no Ray"):
+            await train(load_config("quickstart", [*options, f"run.resume={resume}"]))
+    assert (tmp_path / "run" / "logs").is_dir()
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+async def test_a_damaged_run_file_is_refused_and_an_empty_one_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
+) -> None:
+    def fails(*_: object) -> NoReturn:
+        raise ConnectionError("no Ray")
+
+    monkeypatch.setattr("stepwell.run.train.start_run", fails)
+    config = load_config("quickstart", [f"run.resume={resume}", f"run.dir={tmp_path}"])
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "mine").touch()
+    (tmp_path / "run.json").write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match=r"run\.json is damaged .*; if a run wrote it, empty it"):
+        await train(config)
+    assert (tmp_path / "run.json").read_text() == '{"mine": 1}'
+    (tmp_path / "run.json").write_text("")
+    with pytest.raises(ConnectionError, match="no Ray"):
+        await train(config)
+    assert read_run(tmp_path).pid == os.getpid()
 
 
 async def test_what_is_on_another_disk_is_not_gone_on_from_by_a_start_over(tmp_path: Path) -> None:
