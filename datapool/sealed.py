@@ -24,7 +24,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,11 +77,16 @@ def written_durably(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     fsync(path.parent)
 
 
-def remove_drafts(folder: Path) -> None:
-    """Remove what processes were writing below `folder` when they were killed."""
-    for draft in folder.rglob("*.tmp"):
-        if (writer := _DRAFT.search(draft.name)) is not None and was_killed(writer[1], draft):
-            draft.unlink(missing_ok=True)
+def remove_drafts(folder: Path, names: Collection[str]) -> None:
+    """Remove what processes were writing when they were killed, in `folder` and below those of its
+    folders that `names` has. Links are not followed; folders may vanish meanwhile."""
+    for path, folders, files in os.walk(folder):
+        if path == str(folder):
+            folders[:] = [name for name in folders if name in names]
+        for file in files:
+            draft = Path(path, file)
+            if (writer := _DRAFT.search(file)) is not None and was_killed(writer[1], draft):
+                draft.unlink(missing_ok=True)
 
 
 def this_writer() -> str:

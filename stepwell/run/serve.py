@@ -32,7 +32,7 @@ from stepwell.datapool.store.folder import holder
 from stepwell.datapool.store.salvage import SHARDS, remove_journals
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
-from stepwell.layout import LOGS, POOL, RUN_FILE, SERVE_LOG, TRAINER_LOG, WEIGHTS
+from stepwell.layout import ARCHIVE, LOGS, POOL, RUN_FILE, SERVE_LOG, TRAINER_LOG, WEIGHTS
 from stepwell.run.folder import (
     STARTED_OVER,
     EnginesPart,
@@ -181,7 +181,7 @@ async def start_run(
         run: by `take_folder`.
         trains: see `start_cluster`.
     """
-    await asyncio.to_thread(remove_drafts, config.run.dir)
+    await asyncio.to_thread(remove_drafts, config.run.dir, (*STARTED_OVER, ARCHIVE))
     async with start_cluster(config, trains=trains) as cluster:
         parts: dict[str, Any] = {"ray": cluster.ray, "pool": PoolPart(name=POOL_NAME)}
         if config.serves:
