@@ -435,7 +435,7 @@ def _locked(
 ) -> Iterator[IO[str]]:
     """`taken` words the error if another process, by its pid, has the folder's lock."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are in it
         lock = (folder / name).open("a")
     except OSError as e:
         raise ConfigError(

@@ -36,6 +36,7 @@ def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
     where = config.trainer.load_debug_rollout_data
     form = _slime_form(config)
     batches = recording.recordings(where, form.updates_per_rollout) if where is not None else []
+    config.run.dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # as a run makes it
     folder = config.run.dir / REPLAY
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     updater = build_updater(config, backend)

@@ -89,6 +89,17 @@ def test_it_is_the_owners_alone_and_holds_no_secret(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [RUN_FILE]
 
 
+def test_the_folder_that_a_run_makes_is_its_owners_and_one_that_is_there_keeps_its_mode(
+    tmp_path: Path,
+) -> None:
+    """Conversations are in it."""
+    made, shared = tmp_path / "runs" / "mine", tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    for folder, mode in ((made, 0o700), (shared, 0o755)):
+        with only_run_in(folder):
+            assert folder.stat().st_mode & 0o777 == mode
+
+
 def test_a_killed_run_is_seen_not_to_be_alive_and_the_next_one_is(tmp_path: Path) -> None:
     with pytest.raises(
         RunUnavailableError, match=rf"{tmp_path} is no run's folder.*stepwell train"
