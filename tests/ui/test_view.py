@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,7 @@ from stepwell.cli.main import main
 from stepwell.config.load import load_config
 from stepwell.run.folder import begin, only_run_in
 from stepwell.show.dashboard import view
+from stepwell.trainer.errors import ConfigError
 from tests.ui.demo import demo, fill, train
 
 
@@ -27,20 +30,54 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@asynccontextmanager
+async def viewed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> AsyncIterator[tuple[asyncio.Task[None], str, str]]:
+    """The task of `stepwell view`, the origin that it serves and what it printed."""
+    task = asyncio.create_task(view(str(folder), 0))
+    printed = ""
+    try:
+        async with asyncio.timeout(60):
+            while "/ui" not in printed:
+                await asyncio.sleep(0.05)
+                if task.done():
+                    await task
+                printed += capsys.readouterr().out
+        (url,) = re.findall(r"http://\S+(?=/ui)", printed)
+        yield task, url, printed
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_the_dashboard_of_a_run_that_had_keys_asks_for_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await ended_run(tmp_path)
+    key = "the-key-of-this-very-run-0000000000"
+    (tmp_path / "gateway_key").write_text(key)
+    async with viewed(tmp_path, capsys) as (_, url, printed):
+        assert f"admin key in {tmp_path / 'gateway_key'}" in printed
+        assert key not in printed
+        async with httpx.AsyncClient(base_url=f"{url}/ui/api/") as http:
+            assert (await http.get("trajectories")).status_code == 401
+            bearer = {"authorization": f"Bearer {key}"}
+            assert (await http.get("trajectories", headers=bearer)).status_code == 200
+    (tmp_path / "gateway_key").write_text("")
+    with pytest.raises(ConfigError, match="gateway_key holds no key"):
+        await view(str(tmp_path), 0)
+
+
 async def test_a_finished_run_is_shown_and_none_of_its_files_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await ended_run(tmp_path)
     before = contents(tmp_path)
-    task = asyncio.create_task(view(str(tmp_path), 0))
-    url = None
-    async with asyncio.timeout(60):
-        while url is None:
-            await asyncio.sleep(0.05)
-            if task.done():
-                await task
-            url = re.search(r"http://\S+(?=/ui)", capsys.readouterr().out)
-    async with httpx.AsyncClient(base_url=f"{url[0]}/ui/api/") as http:
+    async with (
+        viewed(tmp_path, capsys) as (task, url, _),
+        httpx.AsyncClient(base_url=f"{url}/ui/api/") as http,
+    ):
         about = (await http.get("about")).json()
         assert about["read_only"]
         assert about["run"]["name"] == "ended"
