@@ -22,7 +22,7 @@ from stepwell.datapool.files.archive.conversations import cut
 from stepwell.datapool.files.archive.reader import ArchiveReader, fate
 from stepwell.run.folder import RunFile, archive_folder, holder, journal_folder, read_run
 from stepwell.show.run import limits_of, run_folder
-from stepwell.track.console import all_safe
+from stepwell.track.console import all_safe, safe
 from stepwell.trainer.errors import ConfigError
 
 WIDE = 120
@@ -73,11 +73,12 @@ def rows_screen(items: Sequence[Mapping[str, Any]]) -> RenderableType:
     if not items:
         return Text("no trajectory passes")
     lines: list[RenderableType] = []
-    for row in all_safe(list(items)):
+    for item in items:
+        row = all_safe(item)
         lines.append(Text(row["uid"], "bold", overflow="fold"))
         lines.append(Text(f"  {outcome(row)}", overflow="fold"))
-        if row["first"] or row["last"]:
-            lines.append(Text(f"  {_short(row['first'])} → {_short(row['last'])}", "dim"))
+        if item["first"] or item["last"]:
+            lines.append(Text(f"  {_short(item['first'])} → {_short(item['last'])}", "dim"))
     return Group(*lines)
 
 
@@ -95,7 +96,7 @@ def outcome(row: Mapping[str, Any]) -> str:
 
 def _short(text: str | None) -> str:
     """The text in one line, cut where it is long."""
-    return cut(" ".join((text or "–").split()), WIDE)
+    return cut(safe(" ".join((text or "–").split())), WIDE)
 
 
 def prompts_screen(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -106,8 +107,9 @@ def prompts_screen(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     for name in ("tries", "mean", "best", "rewarded", "solved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("prompt", overflow="fold")
-    for row in all_safe(list(rows)):
-        name = row["instance"] if row["first"] is None else _short(row["first"])
+    for each in rows:
+        row = all_safe(each)
+        name = row["instance"] if each["first"] is None else _short(each["first"])
         solved = "-" if row["solved_version"] is None else f"v{row['solved_version']}"
         numbers = [row["tries"], _number(row["mean"]), _number(row["best"]), row["kind"], solved]
         source = f"[{row['data_source']}] " if row["data_source"] else ""

@@ -306,7 +306,7 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
             why = await why_closed(uid, view.pool, channels)
             if why is not None and view.files.trained(uid) is None:
                 raise ConfigError(
-                    f"of trajectory {uid!r} nothing is kept any more: {why}; what leaves is "
+                    f"of trajectory {uid!r} nothing is kept any more: {safe(why)}; what leaves is "
                     "archived with pool.archive.enabled, for pool.archive.keep_days and up to "
                     "max_gb"
                 )
@@ -317,10 +317,11 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
 def _with_steps(found: Found, tokens: Tokens | None) -> Opened:
     exported = found.exported
     if not exported.trajectory.steps:
-        uid, why = exported.trajectory.trajectory_uid, exported.reason
+        uid = exported.trajectory.trajectory_uid
+        why = f" ({safe(exported.reason)})" if exported.reason else ""
         raise ConfigError(
-            f"trajectory {uid!r} is {exported.state}{f' ({why})' if why else ''} and has no step; "
-            "an aborted one keeps none"
+            f"trajectory {uid!r} is {exported.state}{why} and has no step; an aborted one keeps "
+            "none"
         )
     opened = opened_of(exported, tokens, found.trained, found.masks)
     return opened._replace(archived=found.archived)
@@ -558,7 +559,8 @@ def _block(texts: Iterable[str], gutter: tuple[str, str], shades: Sequence[str])
     """The tokens with a gutter before each line, so that they can be told without colours."""
     text = Text(overflow="fold")
     for i, token in enumerate(texts):
-        text.append(safe(token), shades[i % len(shades)])
+        lines = "\n".join(map(safe, token.split("\n")))
+        text.append(lines, shades[i % len(shades)])
     if not text:
         return []
     block = Table.grid()

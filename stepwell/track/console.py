@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -29,11 +30,9 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 def safe(text: str) -> str:
-    """`text` with its control and direction characters shown: an agent's output moves no cursor."""
-    return "".join(
-        c if c == "\n" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else ascii(c)[1:-1]
-        for c in text
-    )
+    """`text` in one line, with its control, direction and line characters shown: an agent's output
+    moves no cursor and looks like no line of ours."""
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) in _UNSAFE else c for c in text)
 
 
 def all_safe(value: Any) -> Any:

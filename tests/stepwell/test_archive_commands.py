@@ -141,7 +141,7 @@ def test_what_is_live_is_opened_by_its_group_and_its_beginning(
     begin(load_config("quickstart", [f"run.dir={folder}", "run.name=live"]))
     run = Archived(folder)
     for uid in ("conversation-1", "conversation-2"):
-        first = run.turn(uid, f"hello from {uid}", "Hi.", "group")
+        first = run.turn(uid, f"hello\n from {uid}", "Hi.", "group")
         said = {"messages": [{"role": "assistant", "content": "No."}]}
         ids = {"prompt_ids": [*first.token_ids, 5], "response_ids": [6], "parent_index": 0}
         run.pool("submit_step", step_of(uid, "group", 1, metadata=said, **ids))

@@ -150,10 +150,10 @@ def test_a_batch_of_which_nothing_was_trained_says_so(capsys: pytest.CaptureFixt
     assert "no signal 38%  not trained" in capsys.readouterr().out
 
 
-def test_text_of_agents_moves_no_cursor_and_turns_no_line_around() -> None:
-    row = {"said": ["\x1b[2J", "a\nb", ("\u202eabc",)], "n\x07": 3, "none": None}
+def test_text_of_agents_moves_no_cursor_turns_no_line_around_and_begins_none() -> None:
+    row = {"said": ["\x1b[2J", "a\nb\u2028c", ("\u202eabc",)], "n\x07": 3, "none": None}
     assert all_safe(row) == {
-        "said": [r"\x1b[2J", "a\nb", [r"\u202eabc"]],
+        "said": [r"\x1b[2J", r"a\nb\u2028c", [r"\u202eabc"]],
         r"n\x07": 3,
         "none": None,
     }

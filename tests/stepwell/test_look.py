@@ -151,6 +151,7 @@ def test_show_tells_what_is_trained_without_colours_and_moves_no_cursor(
     out = said(capsys, "show", "tree", str(run))
     assert "  0 ─ 1\n  2  resampled\n" in out, "the tree"
     assert "· 1 + 1 =\\x1b[31m" in out
+    assert "\\n" not in out, "tokens have lines"
     assert "\x1b" not in out
     assert "█ two" in out
     assert "·  sure?" in out
@@ -326,11 +327,13 @@ def test_names_are_shown_as_they_are(tmp_path: Path, capsys: Capture) -> None:
         assert "\\x1b[2Jgone" in text
 
 
-def test_no_name_of_a_trajectory_moves_the_cursor(tmp_path: Path, capsys: Capture) -> None:
-    names = {"trajectory_uid": "\x1b[2Jt", "prompt_uid": "\x1b]0;p\x07"}
+def test_no_name_of_a_trajectory_moves_the_cursor_or_begins_a_line(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    names = {"trajectory_uid": "\x1b[2Jt", "prompt_uid": "\x1b]0;p\x07\ntrainer  alive"}
     ids = {"prompt_ids": [1], "rollout_log_probs": None}
     steps = [
-        Step(**ids, response_ids=[2], **names, metadata={"branch": "\x1b[31m", "x": math.nan}),
+        Step(**ids, response_ids=[2], **names, metadata={"branch": "\x1b[31m\na", "x": math.nan}),
         Step(**ids, response_ids=[3], **names, step_index=1),
     ]
 
@@ -344,7 +347,8 @@ def test_no_name_of_a_trajectory_moves_the_cursor(tmp_path: Path, capsys: Captur
     screen = said(capsys, "show", names["trajectory_uid"], str(tmp_path))
     assert "\x1b" not in screen
     assert "\\x1b[2Jt" in screen
-    assert "group \\x1b]0;p\\x07" in screen
+    assert "group \\x1b]0;p\\x07\\ntrainer  alive" in screen
+    assert "\\x1b[31m\\na" in screen
 
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-other\r\n", b"HTTP/1.1 200 OK\r\n\r\n<html>"])
