@@ -58,7 +58,10 @@ EXTRA = "reward_extra_info"
 """Key of a trajectory's metadata: what the reward function said beside the score."""
 TOOLS: Mapping[str, Any] = {"tool_rewards": [], "turn_scores": [], "rollout_reward_scores": {}}
 """Keys that verl puts into `extra_info`, for rollouts that lack them."""
-MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
+MEANINGS = {
+    "no_steps": "no_steps (the agent never called the model at its base_url)",
+    "timeout": "timeout (rollout.timeout_s is over: raise it, or make the agent faster)",
+}
 """Explanations of reasons that the pool gives."""
 STEPS = 10
 """Optimizer steps that are looked at together: the first may be flat for a good reason."""

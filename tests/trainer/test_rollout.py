@@ -144,6 +144,10 @@ async def is_cancelled_within(task: Mapping[str, Any], base_url: str, api_key: s
     return 1.0
 
 
+async def times_out_within(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    raise TimeoutError("the tool took too long")
+
+
 async def hangs(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     async with aiohttp.ClientSession() as session:
         await session.post(f"{base_url}/v1/hangs_trajectory", json={})
@@ -279,6 +283,11 @@ async def test_an_agent_that_ends_itself_fails_alone(
 async def test_a_hanging_agent_is_cut_off_and_aborted(gateway: RecordingGateway) -> None:
     assert await run(gateway, "hangs", max_attempts=1, timeout_s=0.05) == {"timeout": 1}
     assert gateway.told("abort") == [{"reason": "timeout", "will_retry": False}]
+
+
+async def test_a_timeout_of_the_agents_own_is_its_error(gateway: RecordingGateway) -> None:
+    assert await run(gateway, "times_out_within", max_attempts=1) == {"TimeoutError": 1}
+    assert gateway.told("abort")[0]["reason"] == "TimeoutError: the tool took too long"
 
 
 async def test_a_rollout_that_the_pool_has_closed_already_does_not_end_the_run(

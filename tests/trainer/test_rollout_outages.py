@@ -305,6 +305,11 @@ async def test_an_agents_error_that_is_no_text_ends_its_rollout(rig: Rig) -> Non
     assert set(reasons) == {"ValueError: no tool ?"}
 
 
+async def hangs(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    await asyncio.sleep(60)
+    return 0.0
+
+
 async def never_calls(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     return 1.0
 
@@ -350,6 +355,21 @@ async def test_an_evaluation_of_an_agent_that_never_works_names_the_cause(
         with pytest.raises(RolloutError, match="finished none of 8 evaluation rollouts") as e:
             await producer.evaluate(tasks, 4, "val")
     assert str(e.value).startswith(cause)
+
+
+async def test_rollouts_that_take_too_long_name_the_limit_and_its_remedy(rig: Rig) -> None:
+    told: list[str] = []
+    options = {"agent": f"{__name__}:hangs", "n": 4, "concurrency": 1, "max_attempts": 1}
+    cause = "timeout (rollout.timeout_s is 0.05)"
+    async with producer_of(rig, 40, notify=told.append, timeout_s=0.05, **options) as producer:
+        with pytest.raises(RolloutError, match="raise it, or make the agent faster") as e:
+            await producer.evaluate([{"question": "?", "instance_id": "v"}], 4, "val")
+        assert str(e.value).startswith(f"4 × {cause}: ")
+        with pytest.RaisesGroup(pytest.RaisesExc(RolloutError, match=re.escape(f"32 × {cause}"))):
+            await rig.generate(producer)
+    assert [line.startswith(cause) for line in told] == [True, False]
+    assert all("raise it, or make the agent faster; " in line for line in told)
+    assert not any("traceback" in line for line in told)
 
 
 TURNS = count()

@@ -42,7 +42,14 @@ from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import Idle
 from stepwell.trainer.plain import plain
 from stepwell.trainer.reclaim import ISSUED, PRODUCER_GONE, live_groups, reclaim
-from stepwell.trainer.rollout.worker import CLOSED, COMPLETE, INFRASTRUCTURE, WorkerHandle
+from stepwell.trainer.rollout.worker import (
+    CLOSED,
+    COMPLETE,
+    INFRASTRUCTURE,
+    NO_STEPS,
+    TIMEOUT,
+    WorkerHandle,
+)
 from stepwell.trainer.sampling import SURPLUS, Pace
 from stepwell.trainer.scoring import MEANINGS
 
@@ -267,8 +274,8 @@ class Producer(GroupProducer):
             await asyncio.gather(*running, return_exceptions=True)
         if own := _by_own_error(all_ends):
             raise RolloutError(
-                f"{_common_causes(own)}: rollout.agent = {self._config.agent} finished none of "
-                f"{all_ends.total()} evaluation rollouts; correct the agent and run the same "
+                f"{self._common_causes(own)}: rollout.agent = {self._config.agent} finished none "
+                f"of {all_ends.total()} evaluation rollouts; {_remedy(own)}, and run the same "
                 "command again"
             )
         return uids
@@ -442,17 +449,17 @@ class Producer(GroupProducer):
             return
         self._lost_in_a_row += 1
         self._causes.update(own)
-        agent, causes = f"rollout.agent = {self._config.agent}", _common_causes(self._causes)
+        agent, causes = f"rollout.agent = {self._config.agent}", self._common_causes(self._causes)
         if LOST not in self._shown:
             self._shown |= {LOST, *map(_kind, ends)}
             self._notify_user(
-                f"{causes}: {agent} lost all rollouts of {prompt_uid}; the log has "
-                f"the traceback, and {LOST_IN_A_ROW} such groups in a row end the run"
+                f"{causes}: {agent} lost all rollouts of {prompt_uid}; {_look(own)}; "
+                f"{LOST_IN_A_ROW} such groups in a row end the run"
             )
         if self._lost_in_a_row >= LOST_IN_A_ROW and self._causes.total() >= FAILED_IN_A_ROW:
             raise RolloutError(
                 f"{causes}: {agent} finished no rollout of {self._lost_in_a_row} "
-                "groups in a row; correct the agent and run the same command again"
+                f"groups in a row; {_remedy(self._causes)}, and run the same command again"
             )
 
     def _show_failures(self, prompt_uid: str, ends: Mapping[str, int]) -> None:
@@ -462,10 +469,21 @@ class Producer(GroupProducer):
                 continue
             self._shown.add(_kind(end))
             self._notify_user(
-                f"{MEANINGS.get(end, end)}: {ends[end]} of {sum(ends.values())} rollouts of "
-                f"{prompt_uid} ended so (rollout.agent = {self._config.agent}); the worker's log "
-                "has the traceback, and later ones of this kind are only counted"
+                f"{self._meaning(end)}: {ends[end]} of {sum(ends.values())} rollouts of "
+                f"{prompt_uid} ended so (rollout.agent = {self._config.agent}); {_look([end])}; "
+                "later ones of this kind are only counted"
             )
+
+    def _common_causes(self, causes: Counter[str]) -> str:
+        """Return the commonest causes as people read them, the first first."""
+        return ", ".join(f"{n} × {self._meaning(end)}" for end, n in causes.most_common(3))
+
+    def _meaning(self, end: str) -> str:
+        if end != TIMEOUT:
+            return MEANINGS.get(end, end)
+        if (harness := self._config.harness) is not None:
+            return f"timeout (rollout.harness.timeout_s is {harness.timeout_s:g})"
+        return f"timeout (rollout.timeout_s is {self._config.timeout_s:g})"
 
     async def _run_group(
         self, number: int, task: Task, prompt_uid: str, n: int, channel: str
@@ -523,16 +541,22 @@ def _kind(end: str) -> str:
 
 
 def _by_own_error(ends: Mapping[str, int]) -> Counter[str]:
-    """Return the agent's own errors as people read them, if no rollout finished and none was lost
-    to the infrastructure."""
+    """Return the agent's own errors, if no rollout finished and none was lost to the
+    infrastructure."""
     if COMPLETE in ends or INFRASTRUCTURE in ends:
         return Counter()
-    return Counter({MEANINGS.get(end, end): n for end, n in ends.items() if end != CLOSED})
+    return Counter({end: n for end, n in ends.items() if end != CLOSED})
 
 
-def _common_causes(causes: Counter[str]) -> str:
-    """Return the commonest causes, the first first."""
-    return ", ".join(f"{n} × {cause}" for cause, n in causes.most_common(3))
+def _remedy(own: Iterable[str]) -> str:
+    return "raise it, or make the agent faster" if {*own} == {TIMEOUT} else "correct the agent"
+
+
+def _look(own: Iterable[str]) -> str:
+    """Where a user looks; the ends without an error have no traceback."""
+    if {*own} <= {TIMEOUT, NO_STEPS}:
+        return _remedy(own)
+    return "the worker's log has the traceback"
 
 
 def new_uid(task: Task) -> str:

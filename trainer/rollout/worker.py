@@ -77,6 +77,8 @@ RECOVERY_S = 900.0
 ELSEWHERE = " (the gateway was there: does the agent call the base_url that it is given?)"
 """Beside an agent's connection error: clients name no address, and most have one by default."""
 COMPLETE = "complete"
+TIMEOUT = "timeout"
+"""End of a rollout that ran longer than `rollout.timeout_s`, or its harness's."""
 NO_STEPS = "no_steps"
 """End of a rollout whose agent returned without a call to the model; the pool counts it as used."""
 CLOSED = "closed"
@@ -270,8 +272,6 @@ class RolloutWorker:
                         limit.reschedule(ends + rollout.verifier_s)
                     result = read_reward(HARNESS, await rollout.grade())
             ended = await self._gateway.ask(f"{base_url}/v1/complete_trajectory", result)
-        except TimeoutError:
-            reason = "timeout"
         except asyncio.CancelledError:
             if (us := asyncio.current_task()) is None or us.cancelling():
                 await self._abort(base_url, "cancelled", patience_s=0)
@@ -280,18 +280,12 @@ class RolloutWorker:
         except ClosedError as closed:
             log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
             return CLOSED
-        except (Exception, SystemExit) as e:  # an agent is foreign code
-            machine_failed = isinstance(e, InfrastructureError)
-            # Without the rollout's own URL: the same failure of many rollouts is one reason.
-            path = urlsplit(base_url).path or base_url
-            text = shown(e).replace(base_url, "{base_url}").replace(path, "{base_url}")
-            # Nor half a character, which no gateway takes: the rollout would stay open.
-            reason = ": ".join(filter(None, (type(e).__name__, text)))[:200]
-            reason = plain_text(reason)
-            frame = traceback.extract_tb(e.__traceback__)[-1]
-            if (place := (frame.filename, frame.lineno)) not in self._traced:
-                self._traced.add(place)
-                log.warning("the first rollout that failed there", exc_info=True)
+        except (Exception, SystemExit) as e:  # noqa: BLE001 - an agent is foreign code
+            if isinstance(e, TimeoutError) and (rollout is not None or limit.expired()):
+                reason = TIMEOUT
+            else:  # also a time limit of the agent's own
+                machine_failed = isinstance(e, InfrastructureError)
+                reason = self._why_failed(e, base_url)
         else:
             return NO_STEPS if ended.get("outcome") == "aborted" else COMPLETE
         origin = base_url.rsplit("/", 2)[0]
@@ -311,6 +305,18 @@ class RolloutWorker:
         if await self._abort(base_url, reason, will_retry=disturbed or not final):
             return INFRASTRUCTURE if disturbed else reason
         return CLOSED
+
+    def _why_failed(self, error: BaseException, base_url: str) -> str:
+        """Return the error of an agent as a reason; log the traceback of the first from a place."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if (place := (frame.filename, frame.lineno)) not in self._traced:
+            self._traced.add(place)
+            log.warning("the first rollout that failed there", exc_info=error)
+        # Without the rollout's own URL: the same failure of many rollouts is one reason.
+        path = urlsplit(base_url).path or base_url
+        text = shown(error).replace(base_url, "{base_url}").replace(path, "{base_url}")
+        # Nor half a character, which no gateway takes: the rollout would stay open.
+        return plain_text(": ".join(filter(None, (type(error).__name__, text)))[:200])
 
     async def _run(
         self, task: Task, started: Mapping[str, Any], mark: Mapping[str, Any], channel: str
