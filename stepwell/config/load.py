@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -64,6 +65,7 @@ MODELS = (
 Raw: TypeAlias = dict[str, Any]
 """Sections as a file has them: plain containers, `${…}` not resolved."""
 
+_QUOTED = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'""")
 
 log = logging.getLogger(__name__)
 
@@ -505,8 +507,7 @@ def _read_files(path: Path, above: tuple[Path, ...]) -> list[Layer]:
         values: Any = OmegaConf.to_container(loaded)
     except MarkedYAMLError as e:
         line = f"line {e.problem_mark.line + 1}: " if e.problem_mark else ""
-        remedy = "; indent with spaces: YAML takes no tabs" if _is_indented_by_tab(path, e) else ""
-        raise ConfigError(f"{path}: {line}{e.problem or e.context}{remedy}") from e
+        raise ConfigError(f"{path}: {line}{e.problem or e.context}{_remedy(path, e)}") from e
     except OmegaConfBaseException as e:
         raise ConfigError(f"{path}: {e.full_key}: {str(e).splitlines()[0]}") from e
     except (OSError, UnicodeError, YAMLError) as e:
@@ -530,11 +531,17 @@ def _read_files(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     return [*_read_files(found, (*above, path)), Layer(path, values)]
 
 
-def _is_indented_by_tab(path: Path, error: MarkedYAMLError) -> bool:
+def _remedy(path: Path, error: MarkedYAMLError) -> str:
+    """What a user does about frequent mistakes in YAML, after a semicolon; else nothing."""
     lines = path.read_text().splitlines()
     number = error.problem_mark.line if error.problem_mark else len(lines)
     line = lines[number] if number < len(lines) else ""
-    return "\t" in line[: len(line) - len(line.lstrip())]
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        return "; indent with spaces: YAML takes no tabs"
+    bare = re.search(r"\$\{[^}]*\}?", _QUOTED.sub("", line))
+    if bare and "flow" in (error.context or ""):
+        return f'; inside {{ }} or [ ] quote it: "{bare[0]}"'
+    return ""
 
 
 def _read_overrides(
@@ -552,6 +559,9 @@ def _read_overrides(
     for override in overrides:
         key, sep, value = override.partition("=")
         tidy = ".".join(re.findall(r"[^.\s]+", key.lstrip("-").partition("[")[0]))
+        if not sep and _is_configuration(override):
+            lines.append(f"override {override!r} is malformed; write --config {override}")
+            continue
         if not sep or key != tidy or not key:
             right = f"{tidy or 'KEY'}={value.strip() or 'VALUE'}"
             whole = ", the list as a whole" if "[" in key else ""
@@ -590,6 +600,12 @@ def _read_overrides(
     if typed_in is not None:
         layer = _from_folder(typed_in, layer, ROOT)
     return Layer(None, layer, typed), lines
+
+
+def _is_configuration(word: str) -> bool:
+    """True for what `--config` was forgotten before."""
+    is_file = word.endswith((".yaml", ".yml")) or os.path.isfile(word)
+    return is_file or any(path.stem == word for path in presets())
 
 
 def _ends_in_comment(value: str, given: object) -> bool:

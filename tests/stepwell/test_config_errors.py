@@ -26,6 +26,9 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
     ("override", "remedy"),
     [
         ("trainer.total_steps", "write trainer.total_steps=VALUE"),
+        ("config.yaml", "write --config config.yaml"),
+        (__file__, f"write --config {__file__}"),
+        ("quickstart", "write --config quickstart"),
         ("=5", "write KEY=5"),
         ("run..name=x", "write run.name=x"),
         (".run.name=x", "write run.name=x"),
@@ -141,6 +144,8 @@ def test_what_may_be_several_things_is_one_line_with_all_of_them() -> None:
         ("run:\n\tname: x\n", "line 2"),
         ("run:\n\tname: x\n", "indent with spaces: YAML takes no tabs"),
         ("a: &a [*a]\n", "a.yaml: "),
+        ("run: {\n  name: ${oc.env:A} }\n", 'inside { } or [ ] quote it: "${oc.env:A}"'),
+        ("run: [${run.dir}, '${a}']\n", 'inside { } or [ ] quote it: "${run.dir}"'),
     ],
 )
 def test_a_file_that_is_no_mapping_is_told_in_one_line(
@@ -151,6 +156,11 @@ def test_a_file_that_is_no_mapping_is_told_in_one_line(
     assert message.startswith(f"{tmp_path / 'a.yaml'}: ")
     assert said in message
     assert len(message.splitlines()) == 1
+
+
+def test_what_is_quoted_is_not_told_to_be_quoted(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("run: {name: '${run.dir}', a: b: c}\n")
+    assert "quote it" not in fails(config=str(tmp_path / "a.yaml"))
 
 
 def test_a_missing_file_a_folder_and_bytes_are_told_in_one_line(tmp_path: Path) -> None:
