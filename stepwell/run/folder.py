@@ -45,6 +45,7 @@ from stepwell.layout import (
     GATEWAY_KEY,
     LOGS,
     POOL,
+    REPLAY,
     REWARD_PLOT,
     RUN_FILE,
     SUMMARY,
@@ -60,7 +61,8 @@ STARTED_OVER = (
     *(WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, TRAINED, PROFILE, "wandb", "tensorboard"),
     *(METRICS, ROLLOUTS, OLD, LAST_START, SUMMARY, REWARD_PLOT, GATEWAY_KEY),
 )
-"""Folders and files that a run writes and `run.resume: never` removes, beside `run.json`."""
+"""Folders and files that a run writes and `run.resume: never` removes, beside `run.json` and what a
+replay of recorded batches wrote, which needs no run."""
 LOCK_WAIT_S = 0.5
 """A reader that looks whether the run is alive holds the lock for a moment."""
 REPAIR_S = 3.0
@@ -318,15 +320,17 @@ def refuse_to_remove(config: RunConfig) -> None:
         DamagedFileError: `run.json` is not what a run wrote.
     """
     folder = config.run.dir
-    foreign = [name for name in STARTED_OVER if _has_content(folder / name)]
+    starts_over = config.run.resume == "never"
+    written = (*STARTED_OVER, REPLAY) if starts_over else STARTED_OVER
+    foreign = [name for name in written if _has_content(folder / name)]
     if foreign and not _had_run(folder):
         raise ConfigError(
             f"run.dir is {str(folder)!r}, where no run was (it has no {RUN_FILE}), and "
             f"{', '.join(foreign)} would be written over or removed; name a new folder; if a run "
             f"wrote them, go on with: touch {shlex.quote(str(folder / RUN_FILE))}"
         )
-    removed = STARTED_OVER if config.run.resume == "never" else (WEIGHTS,)
-    for link in (folder / name for name in removed if config.run.resume == "never"):
+    removed = written if starts_over else (WEIGHTS,)
+    for link in (folder / name for name in removed if starts_over):
         if link.is_symlink() and link.is_dir() and any(link.iterdir()):
             raise ConfigError(
                 f"run.resume is never, and {link} is a link to {link.resolve()}, which another run "

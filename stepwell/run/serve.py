@@ -32,7 +32,7 @@ from stepwell.datapool.store.folder import holder
 from stepwell.datapool.store.salvage import SHARDS, remove_journals
 from stepwell.datapool.types import TRAIN
 from stepwell.errors import RunUnavailableError
-from stepwell.layout import ARCHIVE, LOGS, POOL, RUN_FILE, SERVE_LOG, TRAINER_LOG, WEIGHTS
+from stepwell.layout import ARCHIVE, LOGS, POOL, REPLAY, RUN_FILE, SERVE_LOG, TRAINER_LOG, WEIGHTS
 from stepwell.run.folder import (
     STARTED_OVER,
     EnginesPart,
@@ -249,7 +249,7 @@ def start_over(folder: Path) -> None:
     for pool in elsewhere:
         remove_journals(pool)
         (pool / SHARDS_FILE).unlink(missing_ok=True)
-    for path in (folder / name for name in (*STARTED_OVER, RUN_FILE)):
+    for path in (folder / name for name in (*STARTED_OVER, REPLAY, RUN_FILE)):
         if path.is_file():
             path.unlink()
         else:  # a link to a folder stays

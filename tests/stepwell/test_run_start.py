@@ -14,6 +14,7 @@ import ray
 from stepwell.config.load import load_config
 from stepwell.run.checks import check_run
 from stepwell.run.folder import begin, holder, only_run_in, read_run
+from stepwell.run.serve import start_over
 from stepwell.run.train import resume_status, train
 from stepwell.trainer.errors import ConfigError
 
@@ -101,6 +102,21 @@ async def test_a_first_start_is_refused_where_files_are_that_no_run_wrote(
     assert [n for n in names if (tmp_path / n / "mine").exists() or "." in n] == list(names)
     (tmp_path / "run.json").touch()  # the remedy, where a run wrote them
     check_run(load_config("quickstart", options))
+
+
+def test_what_a_replay_wrote_is_started_over_but_no_files_of_others(tmp_path: Path) -> None:
+    replayed = tmp_path / "replay" / "metrics.jsonl"
+    replayed.parent.mkdir()
+    replayed.touch()
+    options = ["logging.console=quiet", f"run.dir={tmp_path}"]
+    check_run(load_config("quickstart", options))  # a replay comes before any run
+    over = load_config("quickstart", [*options, "run.resume=never"])
+    with pytest.raises(ConfigError, match="where no run was .* replay would be"):
+        check_run(over)
+    begin(over)
+    check_run(over)
+    start_over(tmp_path)
+    assert not replayed.parent.exists()
 
 
 async def test_a_start_that_fails_early_does_not_keep_the_next_one_from_starting(
