@@ -111,7 +111,7 @@ def test_what_a_replay_wrote_is_started_over_but_no_files_of_others(tmp_path: Pa
     options = ["logging.console=quiet", f"run.dir={tmp_path}"]
     check_run(load_config("quickstart", options))  # a replay comes before any run
     over = load_config("quickstart", [*options, "run.resume=never"])
-    with pytest.raises(ConfigError, match="where no run was .* replay would be"):
+    with pytest.raises(ConfigError, match=r"where no run was .* replay would be"):
         check_run(over)
     begin(over)
     check_run(over)
