@@ -537,7 +537,8 @@ def user_of(*metadata: Mapping[str, Any]) -> str | None:
     for keys in (("user", "user_id"), (OWNER,)):
         for each in metadata:
             for key in keys:
-                found = each.get(key)
+                if (found := each.get(key)) is None:
+                    continue
                 if isinstance(found, str | int) and not isinstance(found, bool) and found != "":
                     return str(found)
     return None
