@@ -111,7 +111,7 @@ class AgentKey(Section):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     key: Key
-    """Write `${oc.env:NAME}`, so that the key is in the environment and in no file."""
+    """Write `"${oc.env:NAME}"`, so that the key is in the environment and in no file."""
     channel: str | None = Field(default=None, min_length=1)
     """Channel of the Steps that are called with this key; null: `gateway.channel`. A key with a
     channel owns what it opens, against other agent keys; keys without one share what they open."""
@@ -152,7 +152,7 @@ class GatewayConfig(Section):
     host: Annotated[str, AfterValidator(_address)] = "127.0.0.1"
     """Address to listen on. One that other machines reach needs keys."""
     admin_keys: tuple[Key, ...] = ()
-    """Bearer keys for everything. Write `${oc.env:STEPWELL_ADMIN_KEY}`, so that the key is in the
+    """Bearer keys for everything. Write `"${oc.env:STEPWELL_ADMIN_KEY}"`, so that the key is in the
     environment and in no file. The first signs the keys of trajectories; all are valid. A run adds
     one of its own for its rollouts and commands, in its folder's `gateway_key`."""
     agent_keys: dict[str, AgentKey] = Field(default_factory=dict)
