@@ -692,13 +692,16 @@ def take_keys(path: str, query: bytes) -> tuple[list[tuple[bytes, bytes]], bytes
     return keys, query
 
 
+_CODINGS = (b"gzip", b"x-gzip", b"deflate", b"br", b"zstd", b"compress", b"x-compress")
+
+
 def _check_kind(headers: RequestHeaders) -> None:
     """
     Raises:
         MediaTypeError: a body with these headers is none of JSON, or is compressed.
     """
     coding = headers.first.get(b"content-encoding")
-    if coding is not None and coding.lower() != b"identity":
+    if coding is not None and any(each.strip().lower() in _CODINGS for each in coding.split(b",")):
         raise MediaTypeError(
             f"the body came with content-encoding: {coding.decode('latin-1')!r:.80}; send it "
             "without that header, not compressed",

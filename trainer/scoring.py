@@ -60,7 +60,7 @@ TOOLS: Mapping[str, Any] = {"tool_rewards": [], "turn_scores": [], "rollout_rewa
 """Keys that verl puts into `extra_info`, for rollouts that lack them."""
 MEANINGS = {
     "no_steps": "no_steps (the agent never called the model at its base_url)",
-    "timeout": "timeout (rollout.timeout_s is over: raise it, or make the agent faster)",
+    "timeout": "timeout (rollout.timeout_s, or its harness's, was over)",
 }
 """Explanations of reasons that the pool gives."""
 STEPS = 10

@@ -221,9 +221,7 @@ class Updater:
             prox = proximal_log_probs(recompute, mu, algorithm.off_policy)
             columns["prox_log_probs"] = prox
         mask, shares = self._mask(batch)
-        token_rewards, metrics = self._hold_to_reference(groups, batch)
-        if token_rewards is not None and mask is not None:
-            token_rewards = token_rewards * mask
+        token_rewards, metrics = self._hold_to_reference(groups, batch, mask)
         metrics |= {**shares, "off_policy/recomputed": float(recomputed)}
         if self.critic is not None:
             columns["values"] = self.critic.values(batch)
@@ -396,7 +394,7 @@ class Updater:
         return (torch.stack([*found.values()]).prod(0) if found else None), shares
 
     def _hold_to_reference(
-        self, groups: Sequence[Group], batch: TokenBatch
+        self, groups: Sequence[Group], batch: TokenBatch, mask: Tensor | None
     ) -> tuple[Tensor | None, dict[str, float]]:
         """The KL penalty as rewards of tokens, if that is its place, and its metrics."""
         kl, columns = self._algorithm.kl, batch.columns
@@ -406,7 +404,7 @@ class Updater:
         if kl.place == "loss":
             return None, {}
         coef, prox, ref = self._kl_coef, columns["prox_log_probs"], columns["ref_log_probs"]
-        penalty, measured = kl_in_reward(groups, batch.lengths, prox, ref, kl, coef)
+        penalty, measured = kl_in_reward(groups, batch.lengths, prox, ref, kl, coef, mask)
         self._adapt_kl(measured, sum(len(g.trajectories) for g in groups))
         return penalty, {"kl/ref": measured, "kl/coef": coef}
 

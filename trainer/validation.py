@@ -393,7 +393,7 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
         if finished:
             source = data_source(group)
             rewards[source].append([float(t.reward) for t in finished if t.reward is not None])
-            passed[source].append([_unpunished(t) >= pass_reward for t in finished])
+            passed[source].append([_passes(t, pass_reward) for t in finished])
             cut_off[source] += map(is_clipped, finished)
     result: dict[str, float] = {}
     for source, prompts in sorted(rewards.items()):
@@ -408,10 +408,13 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
     return result
 
 
-def _unpunished(trajectory: Trajectory) -> float:
-    """Its reward without the penalty for its length, to the precision of float32."""
-    penalty: float = mapping_in(trajectory.metadata, EXTRA).get(OVERLONG, 0.0)
-    return round((trajectory.reward or 0.0) - penalty, 6)
+def _passes(trajectory: Trajectory, pass_reward: float) -> bool:
+    """Whether its reward is enough, without the penalty for its length."""
+    reward = trajectory.reward or 0.0
+    penalty = mapping_in(trajectory.metadata, EXTRA).get(OVERLONG)
+    if not isinstance(penalty, int | float) or not penalty:
+        return reward >= pass_reward
+    return reward - penalty >= pass_reward - 1e-6  # a reward is stored to the precision of float32
 
 
 def rewards_by_prompt(groups: Iterable[Group]) -> list[list[float]]:

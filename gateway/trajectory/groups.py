@@ -51,6 +51,11 @@ class Group:
     """Trajectories that have a place in it, if others find it by its first prompt."""
     began_at: float = field(default_factory=time.monotonic)
 
+    @property
+    def has_places(self) -> bool:
+        """Others find it by its first prompt."""
+        return self.place is not None and not isinstance(self.place[1], str)
+
 
 class Identity(NamedTuple):
     """Names, channel and owner of a trajectory that begins."""

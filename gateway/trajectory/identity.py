@@ -232,9 +232,9 @@ class Identities:
 
     async def close_idle(self, before: float) -> int:
         """Complete the conversations that were last used before this time (monotonic seconds), or
-        abort those of a group that have no Step; how many that were. Of other trajectories ask the
-        pool: it may have closed them, by a deadline say, and an agent that died never comes to hear
-        it."""
+        abort those without a Step whose place in a group is free for others; how many that were.
+        Of other trajectories ask the pool: it may have closed them, by a deadline say, and an agent
+        that died never comes to hear it."""
         n_completed = 0
         for trajectory in self._trajectories:
             if not trajectory.is_idle(before):
@@ -244,7 +244,11 @@ class Identities:
                     trajectory.last_used = time.monotonic()
                 elif not trajectory.is_idle(before):
                     continue  # it went on here, while the pool was asked
-                elif trajectory.group is not None and not trajectory.steps:
+                elif (
+                    (group := trajectory.group) is not None
+                    and group.has_places
+                    and not trajectory.steps
+                ):
                     # Its place in the group is another's, to which its agent may have gone on.
                     await trajectory.abort("no_steps", will_retry=True)
                     n_completed += 1

@@ -354,7 +354,12 @@ def refuse_to_remove(config: RunConfig) -> None:
 
 
 def _has_content(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists()
+    try:
+        return (
+            any(e.name != "lost+found" for e in path.iterdir()) if path.is_dir() else path.exists()
+        )
+    except PermissionError:  # it is somebody else's
+        return True
 
 
 def _had_run(folder: Path) -> bool:

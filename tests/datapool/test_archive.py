@@ -734,6 +734,28 @@ def test_a_merge_that_was_killed_leaves_no_row_twice(run, monkeypatch, killed_in
     assert run.reader.check() == []
 
 
+def test_a_merge_that_failed_leaves_no_late_reward_twice(run, monkeypatch):
+    monkeypatch.setattr(archiver, "MERGED", 3)
+    for i in range(3):
+        run.train(f"t{i}")
+        run.pool("set_reward", f"t{i}", 0.5)
+        run.archive()
+
+    def fails(*_):
+        raise OSError("disk")
+
+    def merge_twice(archive):
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalogue, "replace_file", fails)
+            with pytest.raises(OSError, match="disk"):
+                archive.merge()
+        archive.merge()
+
+    run.with_archive(merge_twice)
+    (file,) = (run.path / "archive" / "feedback").iterdir()
+    assert sorted(rows_in(file)) == ["t0", "t1", "t2"]
+
+
 @pytest.mark.parametrize("cut", ["killed", "no space"])
 def test_feedback_survives_a_merge_that_was_cut_short(run, monkeypatch, cut):
     monkeypatch.setattr(archiver, "MERGED", 3)

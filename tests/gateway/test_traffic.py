@@ -236,6 +236,19 @@ async def test_a_conversation_whose_first_call_failed_takes_its_place_again_with
     assert first == second != third
 
 
+async def test_a_declared_group_waits_for_no_conversation_that_ended_without_a_step(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(groups=FORMED)
+    world.engine.script.append(Sampled([], status=500))
+    declared = {"x-prompt-uid": "declared"}
+    await agents(world).post("/v1/chat/completions", {"messages": [user("a")]}, **declared)
+    await agents(world).say(user("b"), **declared)
+    assert await world.gateway.identities.close_idle(time.monotonic() + 1) == 2
+    lease = await world.pool.lease_batch(8, "train")
+    assert [len(g.trajectories) for g in lease.groups] == [1]
+
+
 async def test_a_group_waits_for_others_when_a_conversation_of_it_ends_without_a_step(
     worlds: Any, agents: Any
 ) -> None:

@@ -104,6 +104,11 @@ async def test_a_first_start_is_refused_where_files_are_that_no_run_wrote(
     check_run(load_config("quickstart", options))
 
 
+def test_a_disk_of_its_own_is_no_reason_to_refuse_a_first_start(tmp_path: Path) -> None:
+    (tmp_path / "pool" / "lost+found").mkdir(parents=True)
+    check_run(load_config("quickstart", ["logging.console=quiet", f"run.dir={tmp_path}"]))
+
+
 def test_what_a_replay_wrote_is_started_over_but_no_files_of_others(tmp_path: Path) -> None:
     replayed = tmp_path / "replay" / "metrics.jsonl"
     replayed.parent.mkdir()

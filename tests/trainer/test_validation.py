@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from stepwell.datapool.types import VAL, Group
 from stepwell.trainer.config import OverlongBufferConfig
 from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.rewards.overlong import OVERLONG
 from stepwell.trainer.samples import (
     VALIDATION_TABLE_COLUMNS,
     question,
@@ -27,7 +28,7 @@ from stepwell.trainer.samples import (
     validation_samples,
     write_samples,
 )
-from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.scoring import EXTRA, Scorer
 from stepwell.trainer.validation import (
     Evaluation,
     figures,
@@ -110,6 +111,14 @@ async def test_a_right_answer_that_was_punished_for_its_length_passes() -> None:
     found = figures(scored, 2, pass_reward=1.0)
     assert found["val/math/pass@1"] == 0.5
     assert found["val/math/mean@2"] < 0.5
+
+
+@pytest.mark.parametrize("own", [None, "long", 0.5])
+def test_what_a_reward_function_says_under_that_key_is_no_error(own: object) -> None:
+    (rollout,) = (scored := evaluated("a", "math", 1.0)).trajectories
+    metadata = {EXTRA: {OVERLONG: own}}
+    told = replace(scored, trajectories=(replace(rollout, metadata=metadata),))
+    assert "val/math/pass@1" in figures([told], 1, pass_reward=1.0)
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,14 @@ def kl_in_reward(
     ref_log_probs: Tensor,
     config: KlConfig,
     coef: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, float]:
     """-coef · KL_t, the reward that each token earns besides its step's, and the KL measured.
 
     Args:
         lengths: response tokens of each step, in the order of the groups' `steps`.
         log_probs: log π_prox, [T]; ref_log_probs: [T].
+        mask: 0 on tokens that are not trained, [T]: they have no KL. None: all are.
 
     Returns:
         [T] float64, and the mean over trajectories of their mean KL per token (verl's
@@ -138,5 +140,9 @@ def kl_in_reward(
         )
     number = sizes.new_tensor(range(len(sizes)))
     trajectory = number.repeat_interleave(sizes).repeat_interleave(lengths)
-    means = trajectory.bincount(kl) / trajectory.bincount()
-    return -coef * kl, float(means.mean())
+    if mask is None:
+        counts = trajectory.bincount()
+    else:
+        kl, counts = kl * mask, trajectory.bincount(mask)
+    means = (trajectory.bincount(kl) / counts)[counts > 0]
+    return -coef * kl, float(means.mean()) if len(means) else 0.0

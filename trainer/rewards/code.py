@@ -19,6 +19,7 @@ sets' cards.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import math
@@ -38,6 +39,8 @@ MOST_OF_A_WRONG_ONE = 10
 """Tests that count for a program that does not pass them all, as in verl."""
 _BLOCK = re.compile(r"```[^`\n]+```|```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 """A block, or code within a line, which has no groups."""
+_DEFINED = re.compile(r"(?m)^(?:def|class)\s+(\w+)")
+_FUTURE = re.compile(r"(?m)^from __future__ import (?:\([^)]*\)|[^\n(]*)$")
 _PRELUDE = """\
 import bisect, collections, functools, heapq, itertools, json, math, random, re, string, sys
 from bisect import *
@@ -195,7 +198,24 @@ def _code_of(answer: str, info: Mapping[str, Any], truth: Any) -> str:
     asked = rf"\bdef {re.escape(name)}\b"
     if not re.search(asked, code):
         return prompt + code
-    return f"{prompt}\n{code}" if re.search(asked, prompt) and _is_python(prompt) else code
+    return _beside(prompt, code)
+
+
+def _beside(prompt: str, code: str) -> str:
+    """`code` behind the imports and definitions of `prompt` that it has not itself."""
+    try:
+        known = ast.parse(prompt).body
+    except (SyntaxError, ValueError):
+        return code
+    own = set(_DEFINED.findall(code))
+    missing = [
+        ast.unparse(each)
+        for each in known
+        if isinstance(each, ast.Import | ast.ImportFrom)
+        or (isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name not in own)
+    ]
+    future = _FUTURE.findall(code)  # must come first
+    return "\n".join([*future, *missing, _FUTURE.sub("", code)])
 
 
 def _unindented(reply: str, block: re.Match[str]) -> str:
@@ -293,16 +313,11 @@ def _same_value(got: Any, right: Any) -> bool:
     if isinstance(right, dict) and isinstance(got, dict):
         return got.keys() == right.keys() and all(_same_value(got[k], right[k]) for k in right)
     if isinstance(right, float) and isinstance(got, int | float):
-        return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-6)
+        try:
+            return math.isclose(got, right, rel_tol=1e-6, abs_tol=1e-6)
+        except OverflowError:  # an integer beyond all floats
+            return False
     return bool(got == right)
-
-
-def _is_python(text: str) -> bool:
-    try:
-        compile(text, "<prompt>", "exec")
-    except (SyntaxError, ValueError):
-        return False
-    return True
 
 
 def _is_json(text: str) -> bool:

@@ -46,9 +46,10 @@ Score: <number>"""
 FAILURE: ContextVar[str] = ContextVar("FAILURE", default="")
 """Last failure of the call under way: the client does not say why it asks again."""
 VERDICT = re.compile(
-    r"(?im)^\W*(?:final\s+)?score\b\W*?(?:[(\[][^)\]\n]*[)\]]\W*?)?(-?\d+(?:\.\d+)?)"
+    r"(?im)^\W*(?:final\s+)?score\b[*_ ]*(?:[(\[][^)\]\n]*[)\]][*_ ]*)?[:=]\W*?(-?\d+(?:\.\d+)?)"
 )
-"""The number behind `Score`, and behind its scale, if that is in brackets."""
+"""`Score: 7`, also with its scale in brackets before the colon."""
+_WITHOUT_COLON = re.compile(r"(?im)^\W*(?:final\s+)?score\W*?(-?\d+(?:\.\d+)?)")
 
 
 class LLMJudge:
@@ -125,7 +126,7 @@ class LLMJudge:
             raise RewardCrashError(
                 f"the judge {self._model!r} answered {reply!r:.200}, which is no chat completion"
             ) from e
-        if not (verdicts := VERDICT.findall(text)):
+        if not (verdicts := VERDICT.findall(text) or _WITHOUT_COLON.findall(text)):
             raise RewardCrashError(f"the judge {self._model!r} gave no verdict: {text[-200:]!r}")
         verdict = float(verdicts[-1])
         if not 0 <= verdict <= self._max_score:

@@ -27,8 +27,11 @@ TAIL = 1000
 DAPO_TAIL = 300
 
 _WORDS = re.compile(r"[A-Za-z]{2,}(?:[ '.-]+[A-Za-z.]+)*")
-_PRODUCT = re.compile(r"[a-z]{2,3}")
-"""Of letters: `xy`, which is also `yx`. What is longer is a word."""
+_PRODUCT = re.compile(
+    r"(?!(?:am|an|as|at|be|by|do|go|he|if|in|is|it|me|my|no|of|on|or|so|to|up|us|we|cab)$)"
+    r"(?:[a-z]{2}|[abcxyz]{3})"
+)
+"""Of letters: `xy`, which is also `yx`. Others are words."""
 _NUMBER_AS_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\{\s*(-?\d[\d,.]*)\s*\}")
 _END = re.compile(r"<\|(?:im_end|endoftext)\|>")
 """Tokens that are text where special tokens are not skipped."""

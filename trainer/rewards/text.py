@@ -83,17 +83,13 @@ def _plain(text: str) -> str:
 DEFAULT_LETTERS = "ABCD"
 
 _LETTER = r"(?i:\s+is)?[\s*_]{0,9}[:=]?[\s*_(\[\"']{0,9}([A-Z])\b(?!['’][a-z])"
-_SMALL = (
-    r"(?i:\s+is)?[\s*_]{0,9}[:=]?[\s*_]{0,9}(?:[(\[]([a-z])[)\]]|([a-z])[\s*_]{0,9}(?:[.,;]|$))"
-)
-"""A small letter is a choice in brackets, or at the end of what is said."""
-_ANSWER, _OPTION = (
-    re.compile(f"(?m)(?i:{word})(?:{_LETTER}|{_SMALL})") for word in ("answer", "choice|option")
-)
-_CALLED_RIGHT = re.compile(r"\b([A-Z])\b\W{0,3}\s(?:is|as)\s+(?:the\s+)?(?:correct|right)\b")
+_SMALL = r"(?i:\s+is)?[\s*_]{0,9}[:=]?[\s*_]{0,9}(?:[(\[]([a-z])[)\]]|([a-z])[\s*_.]{0,9}\Z)"
+"""A small letter is a choice in brackets, or as the last word."""
+_ANSWER = re.compile(f"(?i:answer)(?:{_LETTER}|{_SMALL})")
+_OPTION = re.compile(f"(?i:choice|option){_LETTER}")
 _ALONE = re.compile(r"\b([A-Z])\b(?!['’][a-z])")
-_IN_BOX = re.compile(r"[\s(\[{*$]*([A-Za-z])(?:[\s)\]}*$.,:]*|\s*[)\].:].*)", re.DOTALL)
-"""The letter alone, or the letter of a label, and the choice behind it."""
+_LABEL = re.compile(r"[\s(\[{*]*([A-Z])\s*[)\].:]")
+"""A choice's letter before its text."""
 _SAID = re.compile(r"(?i)answer(?:\s+is)?[\s*_]*[:=]?[\s*_]*([^\n]*)")
 
 
@@ -110,9 +106,9 @@ def gpqa(
     `choices` (a list, or a dict by letter) or `valid_letters`; else the letters are A to D.
 
     The letter is that of the last \\boxed{}, else of the last `answer: X` (`the answer is (X)`,
-    `**Answer:** X`), else of the last `option X` or `X is correct`, else the choice whose text is
-    behind `answer`, else the last capital that stands alone, else the one choice whose text occurs;
-    a box may hold the text, too. Only what follows `</think>` is read.
+    `**Answer:** X`), else of the last `option X`, else of the choice whose text is the answer, else
+    the last capital that stands alone; a box may hold the text, too. Only what follows `</think>`
+    is read.
     """
     info = extra_info or {}
     choices = info.get("choices")
@@ -135,34 +131,39 @@ def chosen(text: str, letters: list[str], texts: Sequence[str] = ()) -> str | No
         texts: of the choices, in the order of their letters.
     """
     text = text.rpartition("</think>")[2]
-    choices = [(x, words(t)) for x, t in zip(letters, texts, strict=False) if words(t)]
     boxed = last_boxed(text)
     if boxed is not None:
         inside = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", boxed)
-        inside = re.sub(r"\\[ ,;!]", " ", inside)
-        label = _IN_BOX.fullmatch(inside)
-        if label is not None and label[1].upper() in letters:
-            return label[1].upper()
-        same = [x for x, choice in choices if choice == words(inside)]
-        return same[0] if len(same) == 1 else None
-    for pattern in (_ANSWER, _OPTION, _CALLED_RIGHT):
+        alone = inside.strip(" ().$").upper()
+        if alone in letters:
+            return alone
+        if (same := _same_choice(inside, letters, texts)) is not None:
+            return same
+        label = _LABEL.match(inside)
+        return label[1] if label is not None and label[1] in letters else None
+    for pattern in (_ANSWER, _OPTION):
         if found := _last_of(pattern, text, letters):
             return found
     for said in reversed(_SAID.findall(text)):
-        begun = [(len(choice), x) for x, choice in choices if words(said)[: len(choice)] == choice]
-        if begun:
-            return max(begun)[1]
-    if found := _last_of(_ALONE, text, letters):
-        return found
-    spoken = f" {' '.join(words(text))} "
-    occurring = [x for x, choice in choices if f" {' '.join(choice)} " in spoken]
-    return occurring[0] if len(occurring) == 1 else None
+        if (same := _same_choice(said, letters, texts)) is not None:
+            return same
+    return _last_of(_ALONE, text, letters)
 
 
 def _last_of(pattern: re.Pattern[str], text: str, letters: list[str]) -> str | None:
     """Last letter that `pattern` finds, out of `letters`."""
     found = [next(x for x in match.groups() if x) for match in pattern.finditer(text)]
     return next((x.upper() for x in reversed(found) if x.upper() in letters), None)
+
+
+def _same_choice(text: str, letters: list[str], texts: Sequence[str]) -> str | None:
+    """The one choice that has this text, signs and all."""
+    same = [x for x, t in zip(letters, texts, strict=False) if _bare(t) == _bare(text)]
+    return same[0] if len(same) == 1 else None
+
+
+def _bare(text: str) -> str:
+    return " ".join(text.replace("\\ ", " ").split()).lower().strip("$* ").rstrip(".").strip("$* ")
 
 
 def _letter(truth: Any, letters: list[str], texts: list[str], data_source: str) -> str:

@@ -281,7 +281,9 @@ class Archive:
             within = [name for name in names if merged.covers(name)]
             if within and within != [merged]:
                 parts[kind] = [self.folder.file(kind, name) for name in within]
-                read = [parquet.read_table(path) for path in parts[kind]]
+                # What an earlier merge has read is in its file, too, until it is removed.
+                longest = [n for n in within if not any(o != n and o.covers(n) for o in within)]
+                read = [parquet.read_table(self.folder.file(kind, name)) for name in longest]
                 tables[kind] = pa.concat_tables(read).combine_chunks()
         contents = {kind: parquet.file_bytes(table) for kind, table in tables.items()}
         if not self.folder.has_space(sum(map(len, contents.values()))):

@@ -95,6 +95,9 @@ def test_with_boxed_before_its_name_a_reward_sees_the_box_only(
         (r"\boxed{yx}", "xy", 1.0),
         (r"\boxed{x \cdot y}", "xy", 1.0),
         (r"\boxed{xz}", "xy", 0.0),
+        (r"\boxed{tac}", "cat", 0.0),
+        (r"\boxed{and}", "or", 0.0),
+        (r"\boxed{on}", "no", 0.0),
         (r"\boxed{\pi}", "pi", 1.0),
         (r"\boxed{10\,000}", "10000", 1.0),
         (r"\boxed{\text{10,000}}", "10000", 1.0),
@@ -218,7 +221,11 @@ def test_f1_without_a_right_answer_is_missing_not_zero() -> None:
         ("The answer is a fish", None),
         ("The correct answer: (b)", "B"),
         ("answer: c.", "C"),
-        ("B is correct because A fails.", "B"),
+        ("We rule out option (b). Therefore C.", "C"),
+        ("Some may think A is correct. So D.", "D"),
+        ("It is not option d, it is A", "A"),
+        ("The answer is a\nnumber: (C)", "C"),
+        ("The answer is e.g. B", "B"),
         (r"Thus \boxed{\textbf{(C)}\ 4}", "C"),
         (r"\boxed{C. 4 m}", "C"),
         (r"\boxed{\text{C: 4 m}}", "C"),
@@ -243,19 +250,21 @@ def test_gpqa_takes_the_letter_the_index_or_the_text_for_the_right_answer(truth:
 @pytest.mark.parametrize(
     ("answer", "pred"),
     [
-        (r"\boxed{4 m}", "B"),
-        ("A short sum. The answer is 4 m.", "B"),
-        ("The answer is 14 m.", "D"),
-        ("It comes to 5 m", "C"),
-        ("4 m or 5 m", None),
-        (r"\boxed{7 m}", None),
-        ("Answer: 4 m, which is (C)", "B"),
+        (r"\boxed{-4 m}", "B"),
+        (r"\boxed{\text{-4 m}.}", "B"),
+        (r"\boxed{B: -4 m}", "B"),
+        ("A short sum. The answer is -4 m.", "B"),
+        ("**Answer:** 4 m", "A"),
+        ("The answer is 14 m", None),
+        (r"\boxed{x > 0}", "D"),
+        (r"\boxed{1.4 m}", None),
+        ("Answer: -4 m, which is (C)", "C"),
     ],
 )
 def test_gpqa_reads_the_text_of_a_choice_where_no_letter_is_named(
     answer: str, pred: str | None
 ) -> None:
-    choices = {"choices": ["3 m", "4 m", "5 m", "14 m"]}
+    choices = {"choices": ["4 m", "-4 m", "x < 0", "x > 0"]}
     result: Any = load_reward("gpqa")("gpqa", answer, "B", choices)
     assert result["pred"] == pred
 

@@ -70,6 +70,12 @@ HUMAN_EVAL = {
         ("    return [y + 1 for y in x]", HUMAN_EVAL, 1.0),
         ("def inc(x):\n    return x", HUMAN_EVAL, 0.0),
         ("def dec(s): return s[::-1]", BESIDE_A_HELPER, 1.0),
+        (
+            "from __future__ import annotations\ndef dec(s: str): return s[::-1]",
+            {**BESIDE_A_HELPER, "prompt": BESIDE_A_HELPER["prompt"] + "n = int(input())\n"},
+            1.0,
+        ),
+        ("def add(a, b): return 10**400", {**CALL, "inputs": [[1, 2]], "outputs": [3.0]}, 0.0),
         ("import numpy\ndef add(a, b): return numpy.int64(a + b)", CALL, 1.0),
         ("def add(a, b): return a + b", {**CALL, "inputs": [[0.1, 0.2]], "outputs": [0.3]}, 1.0),
         ("def add(a, b): return a + b", {**CALL, "inputs": [[0.1, 0.2]], "outputs": [0.31]}, 0.0),

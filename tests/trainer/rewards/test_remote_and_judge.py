@@ -217,6 +217,8 @@ async def judged(*replies: Reply, **kwargs: Any) -> float:
         ("Score [0 to 10]: 7", 0.7),
         ("Final score: 8/10", 0.8),
         ("Score: (7)", 0.7),
+        ("Score: [[8]]/10\n\n2 points lost", 0.8),
+        ("Score 7 of 10", 0.7),
     ],
 )
 async def test_the_judges_last_verdict_counts(verdict: str, expected: float) -> None:
