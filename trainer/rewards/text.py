@@ -89,7 +89,7 @@ _ANSWER = re.compile(f"(?i:answer)(?:{_LETTER}|{_SMALL})")
 _OPTION = re.compile(f"(?i:choice|option){_LETTER}")
 _ALONE = re.compile(r"\b([A-Z])\b(?!['’][a-z])")
 _LABEL = re.compile(r"[\s(\[{*]*([A-Z])\s*[)\].:]")
-"""A choice's letter before its text."""
+"""A choice's letter and its text."""
 _SAID = re.compile(r"(?i)answer(?:\s+is)?[\s*_]*[:=]?[\s*_]*([^\n]*)")
 
 
@@ -139,8 +139,8 @@ def chosen(text: str, letters: list[str], texts: Sequence[str] = ()) -> str | No
             return alone
         if (same := _same_choice(inside, letters, texts)) is not None:
             return same
-        label = _LABEL.match(inside)
-        return label[1] if label is not None and label[1] in letters else None
+        named = {x for x in _ALONE.findall(inside) if x in letters}
+        return named.pop() if len(named) == 1 and _LABEL.match(inside) else None
     for pattern in (_ANSWER, _OPTION):
         if found := _last_of(pattern, text, letters):
             return found

@@ -230,6 +230,8 @@ def test_f1_without_a_right_answer_is_missing_not_zero() -> None:
         (r"\boxed{C. 4 m}", "C"),
         (r"\boxed{\text{C: 4 m}}", "C"),
         (r"\boxed{C or D}", None),
+        (r"\boxed{(C) or (D)}", None),
+        (r"\boxed{(C), not D}", None),
         ("E", None),
         ("", None),
     ],
