@@ -302,7 +302,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.head = b""
         """Head of a stream's answer, until its first piece is written."""
         self.is_chunked = True
-        """As `DirectCall.is_chunked`, of the stream that is being written."""
+        """`DirectCall.is_chunked` of the stream that is being written."""
         self._limits = limits
         self._peer: str | None = None
         """None: not counted any more."""

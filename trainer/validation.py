@@ -409,7 +409,7 @@ def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str,
 
 
 def _passes(trajectory: Trajectory, pass_reward: float) -> bool:
-    """Whether its reward is enough, without the penalty for its length."""
+    """True if its reward, without the penalty for its length, is enough."""
     reward = trajectory.reward or 0.0
     penalty = mapping_in(trajectory.metadata, EXTRA).get(OVERLONG)
     if not isinstance(penalty, int | float) or not penalty:

@@ -62,7 +62,7 @@ class Departure(NamedTuple):
     channel: str
     prompt_uid: str
     trajectory_uids: tuple[str, ...]
-    """Those that are not deleted."""
+    """Deleted ones left out."""
     rows: array[int]
     """All of its rows in the log, in the order they were written in."""
     n_bytes: int

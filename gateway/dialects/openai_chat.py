@@ -537,10 +537,12 @@ def _goes_on(params: ChatParams, items: Sequence[Any], known: Known) -> str | No
         return "continue_final_message"
     match items[-1:]:
         case [{"role": "assistant", "prefix": True}]:
-            return f"messages[{known.place(len(items) - 1)}].prefix"
+            mark = "prefix"
         case [{"role": "assistant", "partial": True}]:
-            return f"messages[{known.place(len(items) - 1)}].partial"
-    return None
+            mark = "partial"
+        case _:
+            return None
+    return f"messages[{known.place(len(items) - 1)}].{mark}"
 
 
 def _continued(

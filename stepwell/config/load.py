@@ -532,7 +532,7 @@ def _read_files(path: Path, above: tuple[Path, ...]) -> list[Layer]:
 
 
 def _remedy(path: Path, error: MarkedYAMLError) -> str:
-    """What a user does about frequent mistakes in YAML, after a semicolon; else nothing."""
+    """Remedy of a frequent mistake in YAML, after a semicolon; "" for others."""
     lines = path.read_text().splitlines()
     number = error.problem_mark.line if error.problem_mark else len(lines)
     line = lines[number] if number < len(lines) else ""

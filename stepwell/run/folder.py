@@ -363,14 +363,12 @@ def _has_content(path: Path) -> bool:
 
 
 def _had_run(folder: Path) -> bool:
-    """Whether a run wrote `run.json`, or a user emptied it. A lock would not do: a start that was
+    """True if a run wrote `run.json`, or a user emptied it. A lock would not do: a start that was
     refused or failed leaves one, too."""
     try:
         read_run(folder)
-    except NoRunError:
-        return False
-    except RunUnavailableError:
-        return True
+    except RunUnavailableError as e:
+        return not isinstance(e, NoRunError)
     return True
 
 

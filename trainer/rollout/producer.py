@@ -553,7 +553,7 @@ def _remedy(own: Iterable[str]) -> str:
 
 
 def _look(own: Iterable[str]) -> str:
-    """Where a user looks; the ends without an error have no traceback."""
+    """The place to look at, or the remedy: ends without an error have no traceback."""
     if {*own} <= {TIMEOUT, NO_STEPS}:
         return _remedy(own)
     return "the worker's log has the traceback"
