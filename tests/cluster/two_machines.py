@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from functools import partial
 
-import psutil
 import pytest
 
 from tests.chaos.machines import Machines
@@ -63,7 +62,9 @@ def test_an_agent_that_a_node_cannot_import_is_one_line(machines: Machines) -> N
     last = ran.stderr.strip().splitlines()[-1]
     assert "node 10.77.0.2" in last
     assert "there is no config" in last
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "RolloutWorker" in str(p.info)]
+    left = [p.as_dict(["cmdline"]) for machine in machines.machines for p in machine.processes()]
+    assert left, "Ray is there"
+    assert not [p for p in left if "RolloutWorker" in str(p)]
 
 
 def test_a_gateway_whose_machine_is_lost_comes_back_on_another(machines: Machines) -> None:
