@@ -474,7 +474,7 @@ def test_what_was_deleted_of_a_group_does_not_come_back_with_a_damaged_journal(
     pool.flush()
     leave_open(pool, tmp_path / "whole")
     n_gone = 0
-    for at in range(begin, end, 9):
+    for at in range(begin, end, 25):
         folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"pool-{at}"))
         flip(newest_segment(folder), at)
         assert refused(folder)

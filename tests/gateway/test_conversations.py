@@ -179,8 +179,19 @@ MOVES = ["on", "on", "on", "edit", "fork", "side", "twice", "compact"]
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("thinking", ["preserve", "template"])
-@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "no_tools"])
+@pytest.mark.parametrize(
+    ("family", "thinking"),
+    [
+        ("chatml", "preserve"),
+        ("qwen3", "preserve"),
+        ("qwen3", "template"),
+        ("llama3", "template"),
+        pytest.param("chatml", "template", marks=pytest.mark.slow),
+        pytest.param("llama3", "preserve", marks=pytest.mark.slow),
+        pytest.param("no_tools", "preserve", marks=pytest.mark.slow),
+        pytest.param("no_tools", "template", marks=pytest.mark.slow),
+    ],
+)
 def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
     family: str, thinking: str
 ) -> None:

@@ -19,6 +19,7 @@ def document() -> dict[str, Any]:
     return openapi.described(ENDPOINTS, SDK_BODIES)
 
 
+@pytest.mark.slow
 async def test_the_gateway_serves_it_and_builds_none_of_it_itself(
     world: Any, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1228,6 +1228,7 @@ async def post(url: str, path: str, body: bytes) -> bytes:
     return answer
 
 
+@pytest.mark.slow
 async def test_no_turn_of_the_loop_is_held_up_by_screenshots_of_a_megabyte(
     vision: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

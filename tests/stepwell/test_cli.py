@@ -81,6 +81,7 @@ def test_what_a_run_names_and_nobody_has_is_a_configuration_error_before_ray_sta
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -482,6 +482,7 @@ async def test_a_cancelled_rollout_leaves_nothing(tmp_path: Path) -> None:
     left_nothing(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, pytest.param(10, marks=pytest.mark.long)])
 async def test_many_rollouts_of_bad_harnesses_are_lost_each_with_its_reason(
     tmp_path: Path, gateway: RecordingGateway, n: int

@@ -691,6 +691,7 @@ def test_malformed_groups_are_refused_and_none_is_added(
     assert source.get_buffer_length() == 0
 
 
+@pytest.mark.slow
 def test_a_chat_template_makes_prompts_of_text(prompts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set --hf-checkpoint"):
         source_of(prompts, tmp_path, apply_chat_template=True)

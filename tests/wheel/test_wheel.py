@@ -18,6 +18,8 @@ import pytest
 
 from tests.e2e.conftest import SMALL
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("datapool", "gateway", "backends", "trainer", "configs")
 PACKAGES = {"stepwell": ".", "examples/quickstart": "quickstart", **{room: room for room in ROOMS}}
@@ -100,7 +102,6 @@ def files_of(folder: Path) -> Iterator[str]:
         yield from (str((Path(here) / name).relative_to(folder)) for name in names)
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_each_room_once_and_nothing_else(wheel: Path) -> None:
     expected = {
         os.path.normpath(f"stepwell/{package}/{file}")

@@ -214,6 +214,7 @@ def assert_of(
         torch.testing.assert_close(call.log_probs[span.start : span.end], wanted, **CLOSE)
 
 
+@pytest.mark.slow
 async def test_ids_go_in_and_sampled_ids_come_out_with_their_log_probs(
     ask: Asker, endless: Any, reference: Callable[..., Any]
 ) -> None:

@@ -159,6 +159,7 @@ def test_an_installed_package_is_left_alone(tmp_path: Path) -> None:
     assert run_with_hook(PRESENT, tmp_path).split() == ["2.0", "False", "absent"]
 
 
+@pytest.mark.slow
 def test_a_torchvision_of_other_builds_of_torch_can_be_imported(tmp_path: Path) -> None:
     """Its operators did not load, so that what gives them shapes finds none."""
     package = tmp_path / "torchvision"

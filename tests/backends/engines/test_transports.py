@@ -531,6 +531,7 @@ print("lives", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # a process imports torch, on a machine that may be busy
 def test_a_reader_that_gives_memory_up_after_the_next_publication_lives_on(
     model_dirs: Any,

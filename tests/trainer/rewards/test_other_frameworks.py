@@ -254,6 +254,7 @@ USUAL_CASES: list[tuple[str, str, Any, float]] = [
 ]
 
 
+@pytest.mark.slow
 async def test_a_usual_data_set_is_scored_without_a_function() -> None:
     """One after the other, so that one process of each kind is started."""
     samples = [RewardSample(source, said, truth, {}) for source, said, truth, _ in USUAL_CASES]
