@@ -45,7 +45,7 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
-        from peft.tuners.lora import ParamWrapper
+        from peft.tuners.lora import Linear
     except ImportError as e:
         raise BackendConfigError(
             "backend.lora is set, which needs peft; pip install 'peft>=0.17' or remove it"
@@ -69,13 +69,6 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
             f"backend.lora.target_modules is {target!r}: {str(e).strip().splitlines()[0]}"
         ) from e
     layers = _layers(model)
-    if others := [name for name, m in layers if isinstance(m, ParamWrapper)]:
-        linear = {n.rpartition(".")[2] for n, m in layers if not isinstance(m, ParamWrapper)}
-        raise BackendConfigError(
-            f"backend.lora.target_modules is {target!r}, with which peft adapts experts or routers "
-            f"({others[0]}), too, and only linear layers can be merged for engines; name those: "
-            f"[{', '.join(sorted(linear))}]"
-        )
     tied = (model.get_output_embeddings(), model.get_input_embeddings())
     ties = (model.config, model.config.get_text_config())
     if any(getattr(c, "tie_word_embeddings", False) for c in ties) and any(
@@ -84,6 +77,13 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         raise BackendConfigError(
             f"backend.lora.target_modules is {target!r}, which adapts the LM head or the "
             "embedding, but the model ties the two; leave them out"
+        )
+    if others := [name for name, m in layers if not isinstance(m, Linear)]:
+        linear = {n.rpartition(".")[2] for n, m in layers if isinstance(m, Linear)}
+        raise BackendConfigError(
+            f"backend.lora.target_modules is {target!r}, with which peft adapts experts, routers "
+            f"or an embedding ({others[0]}), and only linear layers can be merged for engines; "
+            f"name those: [{', '.join(sorted(linear)) or 'q_proj, …'}]"
         )
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -376,6 +376,12 @@ def test_adapters_on_experts_are_refused_with_the_layers_to_name(tmp_path: Path)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
+def test_adapters_on_an_embedding_are_refused_with_the_layers_to_name(tmp_path: Path) -> None:
+    path = save_model(qwen3(vocab_size=VOCAB, tie_word_embeddings=False), tmp_path / "model")
+    with pytest.raises(BackendConfigError, match=r"embed_tokens\).* \[q_proj\]"):
+        backend(path, lora={"rank": 4, "target_modules": ["q_proj", "embed_tokens"]})
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("adapters", [None, {"rank": 4}], ids=["full", "lora"])
 def test_training_goes_on_from_weights_that_were_published_earlier(
