@@ -100,6 +100,7 @@ class TorchBackend(TrainingBackend):
 
     def __init__(self, config: TorchBackendConfig, model_path: str | Path) -> None:
         self._device = device_of(config.device)
+        self._given = config
         self._config = config = config.resolved(self._device.type == "cuda")
         self._model_path = Path(model_path)
         self._ranks = Ranks.join(config.ranks, self._device, config.context_parallel)
@@ -570,6 +571,8 @@ class TorchBackend(TrainingBackend):
                 optimizer.setdefault(int(number), {})[key] = wanted[name] = place.detach()
         read_shards(wanted, folder, self._ranks)
         self._go_on(state, None if weights_only else {"state": optimizer})
+        if weights_only:  # they are saved in the type in which they were trained
+            self._config = self._given.resolved("cuda" in state["rng"])
 
     def _check_fits(self, state: Mapping[str, Any], model: Mapping[str, torch.Size]) -> None:
         """Raises BackendConfigError: weights of these names and shapes are of another model, or

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepwell.backends.config import TorchBackendConfig
@@ -479,6 +480,24 @@ def test_what_was_trained_elsewhere_is_exported_by_one_process_here(
     copied.save(2, store.load(newest), about, draft)
     exported = export_checkpoint(run, "latest", tmp_path / "model")
     assert (exported / "model.safetensors").is_file()
+
+
+def test_what_a_gpu_trained_is_exported_in_the_type_that_engines_were_served(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    store = CheckpointStore(run_dir / "checkpoints")
+    newest = store.chosen("latest")
+    state = store.load(newest)
+    state["backend"]["rng"]["cuda"] = state["backend"]["rng"]["cpu"]
+    run = tmp_path / "run"
+    copied = CheckpointStore(run / "checkpoints")
+    draft = copied.draft(2)
+    shutil.copytree(newest / "backend", draft / "backend")
+    copied.save(2, state, store.about(newest), draft)
+    exported = export_checkpoint(run, "latest", tmp_path / "model")
+    weights = load_file(exported / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_an_export_to_a_full_disk_says_so_and_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
