@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from copy import deepcopy
 from functools import partial
@@ -91,7 +91,7 @@ class Trainer:
         self._mark = time.monotonic()
         self._untrained = 0
         """Mini-batches of the batch that is trained that are still to come."""
-        self._interrupted = False
+        self._interruption: asyncio.CancelledError | None = None
         """By the user: the batch is trained to its end, and nothing more is begun."""
         self._saving: asyncio.Task[None] | None = None
         """The checkpoint that is being written beside training."""
@@ -109,19 +109,21 @@ class Trainer:
         ):
             try:
                 async for groups in batches:
-                    async with aclosing(self._to_its_end(self._train_on(groups))) as records:
-                        async for record in records:
+                    async with aclosing(self._train_on(groups)) as records:
+                        while (record := await self._to_its_end(anext(records, None))) is not None:
                             yield record
                             self._mark = time.monotonic()  # the consumer's time is not training
+                    self._raise_interruption()
+                await self.publisher.finish()
             except (asyncio.CancelledError, GeneratorExit) as e:
                 if isinstance(e, GeneratorExit) or e.args == (INTERRUPTED,):
                     await self._save_interrupted()
                 raise
             else:
-                await self.publisher.finish()
                 if self.batches.consumed and not self._config.debug_rollout_only:
-                    await self.checkpoint()
+                    await self._to_its_end(self.checkpoint())
                 await self._wait_saved()
+                self._raise_interruption()
             finally:
                 if self._saving is not None:  # whatever ended the training, it is worth its acks
                     await asyncio.wait({self._saving})
@@ -317,7 +319,7 @@ class Trainer:
         )
         if not every or updates % every or (total is not None and updates >= total):
             return False
-        if self._interrupted or self._config.debug_rollout_only:
+        if self._interruption is not None or self._config.debug_rollout_only:
             return False  # an interrupted run evaluates after it resumes
         return updates not in {e.step for e in self.progress.evaluations}
 
@@ -334,29 +336,25 @@ class Trainer:
         self._compute.close()
         self.updater.close()
 
-    async def _to_its_end(
-        self, records: AsyncGenerator[dict[str, Any], None]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """The records of a batch. A user's interruption waits until its optimizer steps are done,
-        counted and in the ledger: half a batch can neither be saved nor taken back."""
-        cancelled: asyncio.CancelledError | None = None
-        async with aclosing(records):
-            while True:
-                coming = asyncio.ensure_future(anext(records, None))
-                try:
-                    record = await asyncio.shield(coming)
-                except asyncio.CancelledError as e:
-                    if cancelled is not None or coming.cancelled() or e.args != (INTERRUPTED,):
-                        coming.cancel()
-                        await asyncio.wait({coming})  # a generator that runs cannot be closed
-                        raise
-                    self._interrupted = True
-                    cancelled, record = e, await coming
-                if record is None:
-                    break
-                yield record
-        if cancelled is not None:
-            raise cancelled
+    async def _to_its_end(self, work: Awaitable[T]) -> T:
+        """The result of `work`. A user's interruption waits for `_raise_interruption`: half a batch
+        can neither be saved nor taken back. A second one ends the work."""
+        coming = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(coming)
+        except asyncio.CancelledError as e:
+            if self._interruption is not None or coming.cancelled() or e.args != (INTERRUPTED,):
+                coming.cancel()
+                await asyncio.wait({coming})  # a generator that runs cannot be closed
+                raise
+            self._interruption = e
+            return await coming
+
+    def _raise_interruption(self) -> None:
+        """Let a user's interruption end the run that it came to, if there was one: the optimizer
+        steps of the batch are done, counted and in the ledger."""
+        if self._interruption is not None:
+            raise self._interruption
 
     async def _save_interrupted(self) -> None:
         """A checkpoint of where an interrupted run stands, unless a batch is half trained."""

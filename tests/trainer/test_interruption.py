@@ -136,3 +136,48 @@ async def test_a_checkpoint_that_is_being_written_is_finished_whoever_ends_the_r
             await training
         assert run.trainer.checkpoints.steps() == [1]
         assert not run.trainer.batches.consumed, "its groups are acked"
+
+
+async def test_a_run_that_is_interrupted_while_engines_load_what_it_trained_last_saves_it(
+    tmp_path: Path,
+) -> None:
+    async with (
+        small_run(small_config(tmp_path)) as run,
+        run.engine.loading() as load,
+    ):
+        training = asyncio.create_task(run.train(1))
+        await run.trained(1)
+        await load.begun.wait()
+        training.cancel(INTERRUPTED)
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert run.trainer.checkpoints.steps() == [1]
+
+
+class SlowCopy(RecordingBackend):
+    """Writes its state for as long as `go` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        self.begun.set()
+        self.go.wait()
+        return super().save_state(folder)
+
+
+async def test_the_last_checkpoint_is_written_also_if_the_run_is_interrupted_in_it(
+    tmp_path: Path,
+) -> None:
+    backend = SlowCopy()
+    async with small_run(small_config(tmp_path), backend=backend) as run:
+        training = asyncio.create_task(run.train(1))
+        await asyncio.to_thread(backend.begun.wait)
+        training.cancel(INTERRUPTED)
+        await asyncio.sleep(0)
+        backend.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert run.trainer.checkpoints.steps() == [1]
+        assert not run.trainer.batches.consumed, "its groups are acked"
