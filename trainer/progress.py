@@ -32,7 +32,7 @@ class Progress:
     evaluations: list[Evaluation] = field(default_factory=list)
     unapplied: list[int] = field(default_factory=list)
     """Numbers of the updates that left the policy as it was: a gradient that was not
-    finite, the critic's warm-up."""
+    finite, no token to train, the critic's warm-up."""
     rolled_back: dict[int, int] = field(default_factory=dict)
     """Version that a roll-back published -> the version whose weights it has."""
 

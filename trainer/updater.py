@@ -211,7 +211,11 @@ class Updater:
         batch = self._convert(groups, pictures)
         mini_of_step, columns = mini_of_step[: len(batch.steps)], batch.columns
         mu, prox, recomputed = columns["rollout_log_probs"], None, False
-        if self._token_weights is None or (self.critic is not None and not self.critic.warm):
+        mask, shares = self._mask(batch)
+        takes_no_step = (self.critic is not None and not self.critic.warm) or (
+            mask is not None and not mask.any()
+        )
+        if self._token_weights is None or takes_no_step:
 
             def recompute() -> Tensor:
                 nonlocal recomputed
@@ -220,7 +224,6 @@ class Updater:
 
             prox = proximal_log_probs(recompute, mu, algorithm.off_policy)
             columns["prox_log_probs"] = prox
-        mask, shares = self._mask(batch)
         token_rewards, metrics = self._hold_to_reference(groups, batch, mask)
         metrics |= {**shares, "off_policy/recomputed": float(recomputed)}
         if self.critic is not None:
@@ -367,9 +370,13 @@ class Updater:
             if any(column.isfinite().any() for column in returns):  # else all are masked
                 update |= self.critic.update(batch, rl)
             if not self.critic.warm:
-                indices = [i for i in indices if i not in set(rl)]
+                indices = sorted({*indices} - {*rl})
                 if not indices:
                     return update | {"skipped": 1.0}
+        coefs = [batch.columns[name] for name in ("coef", "sft_coef") if name in batch.columns]
+        if not any(c[slice(*batch.offsets[i : i + 2])].any() for i in indices for c in coefs):
+            # Of a gradient that is 0 Adam makes a step all the same, by what it remembers.
+            return update | {"skipped": 1.0, "loss": 0.0, "grad_norm": 0.0}
         update |= self.backend.train_step(batch, loss_fn, indices)
         if rl and self._algorithm.kl.place == "loss":
             update["kl/coef"] = self._kl_coef

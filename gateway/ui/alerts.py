@@ -257,7 +257,8 @@ def _numbers(metrics: Mapping[str, Any]) -> Iterator[Alert]:
             page,
             params,
         )
-    if metrics.get("skipped"):
+    # Of a critic's warm-up, and where no token is trained, there is no count: nothing is wrong.
+    if metrics.get("skipped") and "skipped_updates" in metrics:
         title = "The last optimizer step was skipped"
         yield Alert("skipped", "error", title, f"{at}: a gradient was not finite", page, params)
 

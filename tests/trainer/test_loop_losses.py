@@ -430,6 +430,34 @@ def test_a_critic_learns_nothing_from_what_is_not_trained(tmp_path: Path) -> Non
         assert "critic/loss" not in metrics
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+def test_an_update_that_trains_no_token_leaves_the_policy_as_it_is(
+    tmp_path: Path, batches: int
+) -> None:
+    """Adam would go on as it went before: its memory is not empty."""
+
+    def cut(t: Trajectory) -> Trajectory:
+        return replace(t, steps=tuple(replace(s, finish_reason="length") for s in t.steps))
+
+    nothing = [replace(g, trajectories=tuple(map(cut, g.trajectories))) for g in groups()]
+    keys = (
+        "algorithm.loss.mask_truncated=true",
+        f"async_training.require_batches={batches}",
+        f"async_training.trigger_parameter_sync_step={batches}",
+    )
+    with updater_of(tmp_path, *keys) as updater:
+        train(updater)
+        before = updater.backend.compute_log_probs(updater.prepare(groups()).batch)
+        batch, metrics = train(updater, nothing)
+        after = updater.backend.compute_log_probs(updater.prepare(groups()).batch)
+        assert torch.equal(before, after)
+        assert metrics["skipped"] == 1
+        assert metrics["policy/truncated_share"] == 1
+        assert {"prox_log_probs", "weights"} <= batch.columns.keys(), "people look at them"
+        assert updater.progress.updates == 2 * batches
+        assert train(updater)[1]["skipped"] == 0
+
+
 class FarInSecondSteps(CountingBackend):
     """Its reference finds the tokens of second steps less likely than the policy does."""
 

@@ -91,6 +91,12 @@ def test_figures_of_the_last_step_are_alerts_beyond_their_threshold(
     assert keys(metric(**figures)) == expected
 
 
+def test_an_update_that_had_nothing_to_train_the_policy_on_is_no_alert() -> None:
+    tick = metric(skipped=1.0)
+    del tick["metrics"]["skipped_updates"]
+    assert keys(tick) == []
+
+
 def test_figures_of_a_trainer_that_is_gone_are_no_news() -> None:
     tick = metric(log_prob_gap=0.7, **{"wait/trainer_starved": 0.9})
     assert keys(tick | {"metrics_age_s": 3600.0}) == []
