@@ -357,9 +357,13 @@ def load_model(path: Path, config: TorchBackendConfig, *, frozen: bool, empty: b
         with no_progress_bars():
             model = load_causal_lm(path, empty=empty, **options)
     except (OSError, ValueError, ImportError) as e:
-        raise BackendConfigError(
-            f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
-        ) from e
+        why = str(e).strip().splitlines()[0]
+        if "attn_implementation" in why:
+            raise BackendConfigError(
+                f"backend.attention is {config.attention!r}, which the model in {str(path)!r} has "
+                "not; set it to 'eager'"
+            ) from e
+        raise BackendConfigError(f"the model in {str(path)!r} cannot be loaded: {why}") from e
     dtype = getattr(torch, config.dtype)
     if config.rows == "tree":
         tree.enable(model, dtype, probe=not empty)

@@ -528,6 +528,13 @@ def test_a_broken_model_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(e.value)
 
 
+def test_an_attention_that_a_model_does_not_have_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = save_model(Gemma2Config(**SMALL, head_dim=8), tmp_path / "model")
+    with pytest.raises(BackendConfigError, match=r"backend\.attention is 'sdpa'.*'eager'$"):
+        TorchBackend(TorchBackendConfig(device="cpu"), path)
+    TorchBackend(TorchBackendConfig(device="cpu", attention="eager"), path)
+
+
 def test_a_checkpoint_of_another_model_is_refused(model_path: Path, tmp_path: Path) -> None:
     other = Qwen3Config(**{**QWEN3.to_dict(), "hidden_size": 16})
     AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path)
