@@ -594,6 +594,45 @@ def test_tokens_that_are_not_trained_are_in_no_moment_over_tokens(name: str) -> 
         assert found.columns["returns"].isfinite().tolist() == [True] * 30 + [False] * 1000
 
 
+@pytest.mark.parametrize("credit", ["step", "token"])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_that_are_not_trained_discount_nothing_of_those_that_are(
+    name: str, credit: str
+) -> None:
+    """Titles, probes and replies that nobody saw lie between a call and its reward."""
+    options = {"credit": credit, "gamma": 0.9} | ({"lam": 0.8} if name == "gae" else {})
+    config = AdvantageConfig.model_validate({"adv_estimator": name, **options})
+    lengths, trained = (2, 40, 3, 7, 5), (True, False, True, False, True)
+    mask = torch.tensor(trained).float().repeat_interleave(torch.tensor(lengths)).repeat(2)
+    values = torch.where(mask > 0, torch.linspace(-1.0, 1.0, len(mask)), 50.0)
+
+    def found(kept: Sequence[int], **columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        of = {"a": (0.5, None, 0.0, None, 1.0), "b": (0.0, None, -1.0, None, 0.25)}
+        own = [lengths[i] for i in kept]
+        group = Group(
+            "p",
+            tuple(trajectory(uid, *(r[i] for i in kept), tokens=own) for uid, r in of.items()),
+            metadata={GREEDY_REWARD: 0.5},
+        )
+        result = compute_advantages([group], config, **columns).columns
+        return result["advantages"], result.get("returns")
+
+    alone, targets_alone = found([0, 2, 4], values=values[mask > 0])
+    among, targets_among = found(range(5), values=values, mask=mask)
+    torch.testing.assert_close(among[mask > 0], alone)
+    if targets_alone is not None and targets_among is not None:
+        torch.testing.assert_close(targets_among[mask > 0], targets_alone, equal_nan=True)
+        assert targets_among[mask == 0].isnan().all()
+
+
+def test_a_reward_of_a_call_that_is_not_trained_is_earned_by_the_call_before() -> None:
+    group = Group("p", (trajectory("a", 0.0, 1.0, 0.0, tokens=[2, 3, 2]),))
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    config = AdvantageConfig(adv_estimator="gae", whiten=False, gamma=0.5)
+    found = compute_advantages([group], config, values=torch.zeros(7), mask=mask)
+    assert found.columns["advantages"][mask > 0].tolist() == [0.5, 1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_of_a_batch_of_which_nothing_is_trained_every_advantage_is_finite(name: str) -> None:
     groups = [

@@ -47,8 +47,8 @@ def compute_advantages(
         values: [T], the critic's value of the state before each response token.
         baselines: as the batch before returned them.
         mask: [T], 0 on tokens that are not trained: they count in no length and in no moment over
-            tokens, and the critic has no target there. Rewards count whatever is trained. None: all
-            are trained.
+            tokens, γ and λ pass over them, and the critic has no target there. Rewards count
+            whatever is trained. None: all are trained.
 
     Raises:
         RewardError: a trajectory has no reward. Missing is not zero, so it cannot be trained on;
@@ -76,9 +76,10 @@ def compute_advantages(
         "step": step_starts,
         "token": np.arange(n_tokens),
     }[config.unit]
+    trained = np.ones(n_tokens) if mask is None else _column("mask", mask, n_tokens)
+    starts = _with_trained(starts, trajectory, trained)
     lengths: Index = np.diff(np.append(starts, n_tokens))
     rewards, unit_trajectory = np.add.reduceat(earned, starts), trajectory[starts]
-    trained = np.ones(n_tokens) if mask is None else _column("mask", mask, n_tokens)
     found = config.estimator.estimate(
         Batch(
             rewards=rewards,
@@ -105,6 +106,22 @@ def compute_advantages(
     shown = per_token[trained != 0] if trained.any() else per_token
     spread = {"advantage/mean": float(shown.mean()), "advantage/std": float(shown.std())}
     return Estimate(per_token, targets, found.baselines, {**found.metrics, **spread})
+
+
+def _with_trained(starts: Index, trajectory: Index, trained: Array) -> Index:
+    """First tokens of the units of credit, [U]: a unit without a trained token is part of the one
+    before it. A trajectory keeps its first unit, and one of which nothing is trained all.
+
+    Args:
+        starts: before that.
+        trajectory: of each token, [T].
+        trained: 0 on tokens that are not trained, [T].
+    """
+    of = trajectory[starts]
+    has_trained = np.add.reduceat(trained, starts) > 0
+    is_first = np.append(True, of[1:] != of[:-1])
+    kept: Index = starts[has_trained | is_first | (np.bincount(of, has_trained)[of] == 0)]
+    return kept
 
 
 def _source(group: Group) -> str:
