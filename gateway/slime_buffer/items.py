@@ -6,9 +6,9 @@ the ids that were sampled.
     mask                       │ 1 1 1 1 │ 0 0 0 0 0 0 │ 1 1 1      response_length values
 
 One branch is one row; an item is the row that ends in the trajectory's last call, the others are
-its `branches`. Its `messages` are those that the Steps keep, with sampled text as it was sampled.
-They are a view: whoever trains takes the ids. Pure. Does not own: items that are written
-(`writes.py`).
+its `branches`; replies that nobody saw are in none. Its `messages` are those that the Steps keep,
+with sampled text as it was sampled. They are a view: whoever trains takes the ids. Pure. Does not
+own: items that are written (`writes.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.datapool.branches import branches
-from stepwell.datapool.types import Group, Step, TokenIds, Trajectory, mapping_in
+from stepwell.datapool.types import Group, Step, TokenIds, Trajectory, mapping_in, superseded
 from stepwell.gateway.tokens.messages import MESSAGES, Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
@@ -58,9 +58,11 @@ class Row:
 
 
 def rows(steps: Sequence[Step]) -> list[Row]:
-    """The branches of a trajectory, that of its last call first. Each sampled token counts in one
-    of them."""
-    in_order = sorted(steps, key=lambda step: step.step_index)
+    """The branches of a trajectory, that of its last call first, without replies that nobody saw.
+    Each sampled token counts in one of them."""
+    unseen = superseded(steps)
+    seen = [step for step in steps if step.step_index not in unseen]
+    in_order = sorted(seen or steps, key=lambda step: step.step_index)
     counted: set[int] = set()
     made = []
     for path in reversed(branches(in_order)):

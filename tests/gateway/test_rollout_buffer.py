@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
 from stepwell.datapool.errors import PoolUnavailableError
 from stepwell.datapool.pictures import Picture
 from stepwell.datapool.remote.start import client_of, start_data_pool
-from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.datapool.types import DUPLICATE_OF, Group, Step, Trajectory
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import LAST_START, GatewayConfig, Wiring
 from stepwell.gateway.pool_access import PoolAccess
@@ -420,6 +421,29 @@ async def test_what_was_sampled_beside_the_main_branch_comes_as_branches(
     assert sampled(item) == world.ids("hi") + world.ids("right")
     assert [sampled(b) for b in item["branches"]] == [world.ids("left"), world.ids("a title")]
     assert item["messages"][-1]["content"] == "right"
+
+
+async def test_a_reply_that_nobody_saw_is_not_served(world: Any, consumer: Consumer):
+    """Its request was repeated at another gateway; the agent has the other answer."""
+    await consumer.start(num_repeat_per_sample="1")
+    await rollout(world, "p", "t", text="seen")
+    (seen,) = world.stored("t")
+    lost = replace(
+        seen,
+        response_ids=world.ids("lost"),
+        rollout_log_probs=None,
+        trajectory_uid="u",
+        prompt_uid="q",
+        step_index=1,
+        metadata={**seen.metadata, DUPLICATE_OF: 0},
+    )
+    first = replace(seen, trajectory_uid="u", prompt_uid="q")
+    await world.pool.submit_steps([first, lost])
+    await world.pool.complete_trajectory("u", 1.0)
+    for item in await consumer.items():
+        assert item["tokens"][-item["response_length"] :] == world.ids("seen")
+        assert (item["branches"], item["messages"][-1]["content"]) == ([], "seen")
+    assert statistics(world)["delivered_items"] == 2
 
 
 @pytest.mark.parametrize("kept", [{}, {"messages": "odd"}, {"messages": [{"content": "x"}]}])
