@@ -388,7 +388,8 @@ class RolloutBuffer:
             }
         return {
             **meta,
-            "finished_groups": [s.instance_id for s in groups],
+            # As `skip_instance_ids` of a resumed run will name them.
+            "finished_groups": [instance_of(s.group) for s in groups],
             "dropped_groups": dict(self._dropped),
         }
 

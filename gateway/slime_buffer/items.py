@@ -135,6 +135,7 @@ def make_item(
         "round_number": len(main.steps),
         "trajectory_uid": trajectory.trajectory_uid,
         "prompt_uid": trajectory.prompt_uid,
+        INSTANCE: instance_of(group),
         "delivery": group.delivery,
         **metadata,
         **mapping_in(written, "extra_info"),

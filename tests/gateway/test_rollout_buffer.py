@@ -189,6 +189,7 @@ async def test_a_slime_consumer_gets_its_groups_in_its_shapes(world: Any, consum
         "round_number": 1,
         "trajectory_uid": "a",
         "prompt_uid": "p7",
+        "instance_id": 7,
         "delivery": 1,
         "label": "42",
     }
@@ -265,7 +266,11 @@ async def test_an_instance_that_comes_again_is_another_group(world: Any, consume
         for i in range(2):
             uid = f"{prompt_uid}-{i}"
             await rollout(world, prompt_uid, uid, metadata={"instance_id": 3})
-    assert list(consumer.groups(await consumer.items())) == [3, "epoch1"]
+    groups = consumer.groups(await consumer.items())
+    assert list(groups) == [3, "epoch1"]
+    # A resumed run skips it by the name that its producer knows.
+    assert consumer.meta[0]["finished_groups"] == [3, 3]
+    assert {item["extra_info"]["instance_id"] for own in groups.values() for item in own} == {3}
 
 
 async def test_answers_of_exactly_one_batch_leave_nothing_to_throw_away(

@@ -92,6 +92,27 @@ async def test_a_slime_run_starts_its_rollout_and_trains_what_comes(
         await generate_agent_rollout(args, 2, source)
 
 
+async def test_a_resumed_run_makes_no_group_again_that_any_epoch_has_trained(
+    worlds: Callable[..., Any],  # noqa: F811
+    run_of: Callable[..., Any],
+):
+    """Four groups of three instances: one of them was trained twice."""
+    before, after = [await worlds("chatml", reward_fn=REWARD) for _ in range(2)]
+    given = {"rollout_task_type": "math", "num_epoch": 2}
+    args, source = run_of(before.url, **given)
+    for rollout_id in range(2):
+        await generate_agent_rollout(args, rollout_id, source)
+    args, resumed = run_of(after.url, **given)
+    resumed.update_metadata(source.get_metadata())
+    samples = await generate_agent_rollout(args, 2, resumed)
+    by_rollout = resumed.get_metadata()
+    made = [name for own in by_rollout.values() for name in own]
+    assert sorted(made, key=str) == [0, 0, 1, 1, 2, 2]
+    assert [s.metadata["instance_id"] for s in samples][::2] == by_rollout["2"]
+    with pytest.raises(StarvedError, match="is finished, and 2 groups are missing"):
+        await generate_agent_rollout(args, 3, resumed)
+
+
 async def test_text_only_rollouts_have_no_log_probs_and_raw_rewards_come_along(
     worlds: Callable[..., Any],  # noqa: F811
     run_of: Callable[..., Any],

@@ -32,6 +32,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -150,11 +151,11 @@ async def generate_agent_rollout(
     await _fetch(args, url, run, data_buffer)
     log_infos(args, run.infos, rollout_id)
     batch = args.rollout_batch_size
-    fetched = [group[0].index for group in run.groups]
+    fetched = [group[0].metadata["instance_id"] for group in run.groups]
     finished = [name for info in run.infos for name in info.get("finished_groups", ())]
     # What the buffer finished without serving it is not made again either.
-    unserved = [name for name in finished if name not in set(fetched)]
-    data_buffer.update_metadata({str(rollout_id): fetched[:batch] + unserved})
+    unserved = (Counter(finished) - Counter(fetched)).elements()
+    data_buffer.update_metadata({str(rollout_id): [*fetched[:batch], *unserved]})
     _add(data_buffer, run.groups[:batch])
     metrics = {
         **{
@@ -427,7 +428,7 @@ def _samples(group: Sequence[Mapping[str, Any]], source: Any, masks: _Masks) -> 
         tokens, length, mask = masks.of(item)
         extra = item["extra_info"]
         cut = extra.get("finish_reason") == "length"
-        named = ("uid", "instance_id", "raw_reward")
+        named = ("uid", "raw_reward")
         given = {
             "group_index": group_index,
             "index": item["instance_id"],
@@ -442,7 +443,12 @@ def _samples(group: Sequence[Mapping[str, Any]], source: Any, masks: _Masks) -> 
             "status": kind.Status.TRUNCATED if cut else kind.Status.COMPLETED,
             "truncated": cut,
             "label": extra.get("label"),
-            "metadata": {**extra, **{name: item[name] for name in named if name in item}},
+            # Another group of an instance goes by a name of its own, and says whose it is.
+            "metadata": {
+                "instance_id": item["instance_id"],
+                **extra,
+                **{name: item[name] for name in named if name in item},
+            },
         }
         made.append(kind(**{name: value for name, value in given.items() if name in known}))
         source.sample_index += 1
