@@ -281,8 +281,10 @@ def _lines(path: Path) -> Iterator[Item]:
         ValueError: it cannot be read.
     """
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8-sig") as file:
             for i, line in enumerate(file):
+                if not line.strip():
+                    continue
                 item = json.loads(line)
                 if not isinstance(item, dict) or not isinstance(item.get("prompt"), str | list):
                     raise ValueError(f"line {i + 1} is {line!r:.80}; it is an object with a prompt")

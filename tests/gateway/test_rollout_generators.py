@@ -136,6 +136,22 @@ async def test_the_client_loop_rolls_out_a_file_through_the_gateway_token_for_to
     assert answer["message"] == "No data available to read; the rollout is finished"
 
 
+async def test_empty_lines_of_a_file_are_no_prompts(worlds: Callable[..., Any], tmp_path: Path):
+    """As for the data source, which reads the same file; some editors begin it with a mark."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '\ufeff{"prompt": "é", "label": "fine"}\n\n{"prompt": "say", "label": "fine"}\n \n'
+    )
+    world = await worlds("chatml", reward_fn=REWARD)
+    consumer = Consumer(world.url)
+    await consumer.start(
+        task_type="chat", input_file=str(path), remote_engine_url=None, num_epoch=1
+    )
+    items = await served(consumer, 4)
+    assert {i["instance_id"] for i in items} == {0, 2}
+    assert await ended(world) == "finished"
+
+
 async def test_calls_for_another_engine_come_back_as_messages(
     worlds: Callable[..., Any], prompts: str
 ):
