@@ -105,14 +105,20 @@ def run_rollout(data: dict[str, Any]) -> None:
     async def reward(item: Item, messages: Messages) -> float | None:
         known = {"data_source": item.get("data_source", task.task_type), "extra_info": item}
         truth = item.get("label", (item.get("reward_model") or {}).get("ground_truth"))
-        said = messages[-1]["content"] or ""
         found = await compute_reward(
-            function, {**known, "solution_str": said, "ground_truth": truth}
+            function, {**known, "solution_str": _said(messages[-1]), "ground_truth": truth}
         )
         scored: float | None = found["reward"]
         return scored
 
     run(data, single_turn, reward)
+
+
+def _said(reply: dict[str, Any]) -> str:
+    """A reply's text as rewards know it: the thought, which the gateway hands out apart, before the
+    answer."""
+    thought, content = reply.get("reasoning_content"), reply["content"] or ""
+    return f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
 
 
 async def single_turn(

@@ -152,6 +152,25 @@ async def test_empty_lines_of_a_file_are_no_prompts(worlds: Callable[..., Any], 
     assert await ended(world) == "finished"
 
 
+@pytest.mark.parametrize("family", ["qwen3", "deepseek"])
+async def test_a_thought_is_scored_with_its_answer(
+    worlds: Callable[..., Any], tmp_path: Path, family: str
+):
+    """DeepScaleR's rule, slime's for its Agent Rollout: the box behind `</think>` counts."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "2 + 2?", "label": "4"}\n')
+    world = await worlds(family, reward_fn="stepwell.trainer.rewards.maths:deepscaler")
+    begin = "" if family == "deepseek" else "<think>\n"
+    for answer in ("4", "5"):
+        world.say(f"{begin}Is it \\boxed{{4}}?\n</think>\n\nIt is \\boxed{{{answer}}}.")
+    consumer = Consumer(world.url)
+    await consumer.start(
+        task_type="math", input_file=str(path), remote_engine_url=None, num_epoch=1
+    )
+    items = await served(consumer, 2)
+    assert sorted(item["reward"] for item in items) == [0.0, 1.0]
+
+
 async def test_calls_for_another_engine_come_back_as_messages(
     worlds: Callable[..., Any], prompts: str
 ):
