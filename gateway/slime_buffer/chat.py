@@ -36,10 +36,9 @@ from typing import Annotated, Any, TypeAlias
 from openai import APIStatusError, AsyncOpenAI, OpenAIError
 from pydantic import ConfigDict, Field
 
-from stepwell.datapool.dotted import resolve
 from stepwell.gateway.dialects.params import Params
-from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.slime_buffer.generators import KEY
+from stepwell.gateway.slime_buffer.scoring import Scoring
 
 TASK_TYPE = "chat"
 
@@ -100,18 +99,15 @@ def run_rollout(data: dict[str, Any]) -> None:
     """One turn per rollout, scored by `gateway.reward_fn`."""
     check_rollout(data)
     task = Task.read(data)
-    function = resolve(str(task.reward_fn))
+    with Scoring(str(task.reward_fn)) as scoring:
 
-    async def reward(item: Item, messages: Messages) -> float | None:
-        known = {"data_source": item.get("data_source", task.task_type), "extra_info": item}
-        truth = item.get("label", (item.get("reward_model") or {}).get("ground_truth"))
-        found = await compute_reward(
-            function, {**known, "solution_str": _said(messages[-1]), "ground_truth": truth}
-        )
-        scored: float | None = found["reward"]
-        return scored
+        async def reward(item: Item, messages: Messages) -> float | None:
+            known = {"data_source": item.get("data_source", task.task_type), "extra_info": item}
+            truth = item.get("label", (item.get("reward_model") or {}).get("ground_truth"))
+            said = _said(messages[-1])
+            return await scoring.score({**known, "solution_str": said, "ground_truth": truth})
 
-    run(data, single_turn, reward)
+        run(data, single_turn, reward)
 
 
 def _said(reply: dict[str, Any]) -> str:
