@@ -237,7 +237,9 @@ class GatewayConfig(Section):
     event loop, so it must be quick; where it fails, none are kept."""
 
     reward_fn: str | None = None
-    """Dotted path of the function behind `/compute_reward`, called with the body's fields."""
+    """Dotted path of the function behind `/compute_reward`, called with the body's fields. One of
+    Stepwell's own, `stepwell.trainer.rewards.maths:deepscaler` for instance, is called in a process
+    that is ended after 60 s; one of yours in the gateway, as it may hold a model."""
     loss_mask_type: str = "auto"
     """Tokenisation of `/buffer/write` items that hold messages alone (slime's name): `auto`,
     `prefix`, `qwen`, `llama3`, `distill_qwen`, or the path of a class or function of your own,

@@ -60,7 +60,6 @@ from stepwell.gateway.metrics import exposition
 from stepwell.gateway.openapi import STEP, TOKEN_IDS
 from stepwell.gateway.pictures import RequestPictures
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.reward import compute_reward
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.tokens.messages import KnownMessages, dumps
@@ -603,12 +602,12 @@ def _step(raw: Any, where: str) -> Step:
 
 async def reward(request: Request, body: dict[str, Any]) -> Response:
     """Call `gateway.reward_fn` with the fields of the body as arguments, and return its answer."""
-    services = services_of(request)
-    if services.reward is None:
+    scoring = services_of(request).scoring
+    if scoring is None:
         raise RequestError(
             "gateway.reward_fn is null; set it to the dotted path of a reward function", None
         )
-    return OrjsonResponse(await compute_reward(services.reward, body))
+    return OrjsonResponse(await scoring.score(body))
 
 
 # -- health ----------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from stepwell.gateway.pool_access import PoolAccess
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.replicas import Replicas
 from stepwell.gateway.reply.reader import ReplyFormat
+from stepwell.gateway.scoring import Scoring
 from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
 from stepwell.gateway.tokens.messages import TurnMessages
 from stepwell.gateway.tokens.render import ChatRenderer
@@ -59,7 +60,9 @@ class Services:
         """
         self.config, self.pool, self.tokenizer = config, pool, tokenizer
         self.tuning = tuning = wiring.tuning
-        self.reward = config.function("reward_fn")
+        reward = config.function("reward_fn")
+        self.scoring = None if reward is None else Scoring(str(config.reward_fn), reward)
+        """None: there is no `gateway.reward_fn`."""
         self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
         self.file_deletions = FileDeletions(wiring.archive_dir, wiring.run_dir)
         self.pictures = PictureReader.of(config.tokenizer_path, config.pictures)
@@ -166,6 +169,8 @@ class Services:
         self.dashboard.close()
         await self.identities.close()
         await self.rollout_buffer.close()
+        if self.scoring is not None:
+            self.scoring.close()
         self.calls.is_closing = True
         calls = [c for t in self.trajectories for c in t.in_flight]
         for call in calls:

@@ -29,16 +29,17 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from openai import APIStatusError, AsyncOpenAI, OpenAIError
 from pydantic import ConfigDict, Field
 
+from stepwell.datapool.dotted import resolve
 from stepwell.gateway.dialects.params import Params
+from stepwell.gateway.scoring import Scoring
 from stepwell.gateway.slime_buffer.generators import KEY
-from stepwell.gateway.slime_buffer.scoring import Scoring
 
 TASK_TYPE = "chat"
 
@@ -99,14 +100,19 @@ def run_rollout(data: dict[str, Any]) -> None:
     """One turn per rollout, scored by `gateway.reward_fn`."""
     check_rollout(data)
     task = Task.read(data)
-    with Scoring(str(task.reward_fn)) as scoring:
+    path = str(task.reward_fn)
+    scoring = Scoring(path, resolve(path))
 
-        async def reward(item: Item, messages: Messages) -> float | None:
-            known = {"data_source": item.get("data_source", task.task_type), "extra_info": item}
-            truth = item.get("label", (item.get("reward_model") or {}).get("ground_truth"))
-            said = _said(messages[-1])
-            return await scoring.score({**known, "solution_str": said, "ground_truth": truth})
+    async def reward(item: Item, messages: Messages) -> float | None:
+        known = {"data_source": item.get("data_source", task.task_type), "extra_info": item}
+        truth = item.get("label", (item.get("reward_model") or {}).get("ground_truth"))
+        found = await scoring.score(
+            {**known, "solution_str": _said(messages[-1]), "ground_truth": truth}
+        )
+        scored: float | None = found["reward"]
+        return scored
 
+    with closing(scoring):
         run(data, single_turn, reward)
 
 

@@ -6,8 +6,3 @@ from typing import Any
 def exact(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     """1.0 for the very answer."""
     return float(solution_str == ground_truth)
-
-
-def symbolic(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """As symbolic mathematics: a power of powers takes for ever, and lets no thread run."""
-    return float(eval(solution_str) == ground_truth)
