@@ -137,6 +137,28 @@ async def exits(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     sys.exit("usage: agent [--help]")
 
 
+class PanicError(BaseException):
+    """The panic of a package in Rust, as PyO3 raises it."""
+
+
+async def panics(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    raise PanicError("called `Option::unwrap()` on a `None` value")
+
+
+async def panics_in_a_task_group(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(panics(task, base_url, api_key))
+    return 1.0
+
+
+async def loses_a_tool_in_a_task_group(
+    task: Mapping[str, Any], base_url: str, api_key: str
+) -> float:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(crashes(task, base_url, api_key))
+    return 1.0
+
+
 async def is_cancelled_within(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     tool = asyncio.create_task(asyncio.sleep(3600))
     asyncio.get_running_loop().call_soon(tool.cancel)
@@ -211,6 +233,12 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
     assert gateway.told("complete") == []
 
 
+async def test_an_error_in_a_task_group_is_told_as_itself(gateway: RecordingGateway) -> None:
+    ends = await run(gateway, "loses_a_tool_in_a_task_group", max_attempts=1)
+    assert ends == {"ValueError": 1}
+    assert gateway.told("abort")[0]["reason"] == "ValueError: no such tool"
+
+
 async def test_an_error_without_a_text_is_told_by_its_type(gateway: RecordingGateway) -> None:
     await run(gateway, "crashes_without_a_word", max_attempts=1)
     assert gateway.told("abort") == [{"reason": "OSError", "will_retry": False}]
@@ -270,7 +298,13 @@ async def test_the_traceback_of_an_agents_mistake_is_logged_once(
 
 
 @pytest.mark.parametrize(
-    ("agent", "end"), [("exits", "SystemExit"), ("is_cancelled_within", "CancelledError")]
+    ("agent", "end"),
+    [
+        ("exits", "SystemExit"),
+        ("panics", "PanicError"),
+        ("panics_in_a_task_group", "PanicError"),
+        ("is_cancelled_within", "CancelledError"),
+    ],
 )
 async def test_an_agent_that_ends_itself_fails_alone(
     gateway: RecordingGateway, agent: str, end: str

@@ -297,6 +297,14 @@ async def leave() -> str:
     sys.exit("no such city")  # as argparse does
 
 
+class PanicError(BaseException):
+    """The panic of a package in Rust, as PyO3 raises it."""
+
+
+async def panic() -> str:
+    raise PanicError("no such city")
+
+
 def refuse() -> str:
     raise ToolError("no such city")
 
@@ -334,6 +342,7 @@ async def hang() -> str:
         ("endless", {}, "failed", "error: ValueError: Circular reference"),
         ("by_plate", {"plate": "B"}, "failed", "error: KeyError: 'B'"),
         ("leave", {}, "failed", "error: SystemExit: no such city"),
+        ("panic", {}, "failed", "error: PanicError: no such city"),
         ("refuse", {}, "refused", "error: no such city"),
         ("hang", {}, "timeout", "error: hang gave no result within 0.05 s"),
     ],
@@ -342,7 +351,7 @@ async def test_every_failure_is_told_to_the_model(
     name: str, arguments: Any, kind: str, message: str
 ) -> None:
     slow = ToolConfig(class_name=f"{__name__}.hang", timeout_s=0.05)
-    box = ToolBox([weather, crash, speechless, endless, by_plate, leave, refuse, slow])
+    box = ToolBox([weather, crash, speechless, endless, by_plate, leave, panic, refuse, slow])
     async with box.session() as tools:
         (content,) = await said(tools, (name, arguments))
     assert message in content

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from stepwell.datapool.types import MAX_REWARD, Trajectory, is_reward
 from stepwell.trainer.errors import (
+    ENDS,
     RewardCrashError,
     RewardError,
     RewardTimeoutError,
@@ -106,7 +107,9 @@ async def call_within(timeout_s: float, call: str, function: Any, *args: Any, **
                 return await function(*args, **kwargs)
             result = await in_thread(function, *args, **kwargs)
             return await result if inspect.isawaitable(result) else result
-    except (Exception, SystemExit) as e:  # foreign code: any failure is a missing score, never 0
+    except ENDS:
+        raise
+    except BaseException as e:  # foreign code: any failure is a missing score, never 0
         if isinstance(e, TimeoutError) and limit.expired():
             # Notes of the cancellation: what the function waited for (`remote.py`).
             raise timed_out(call, timeout_s, getattr(e.__cause__, "__notes__", ())) from e

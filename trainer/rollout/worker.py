@@ -50,7 +50,7 @@ from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import InfrastructureError, RolloutError, shown
+from stepwell.trainer.errors import ENDS, InfrastructureError, RolloutError, first_of, shown
 from stepwell.trainer.plain import plain_text
 from stepwell.trainer.rollout.agents import Agent, agent_of_workers, is_generate, load_agent
 from stepwell.trainer.rollout.gateway import (
@@ -280,12 +280,15 @@ class RolloutWorker:
         except ClosedError as closed:
             log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
             return CLOSED
-        except (Exception, SystemExit) as e:  # noqa: BLE001 - an agent is foreign code
-            if isinstance(e, TimeoutError) and (rollout is not None or limit.expired()):
+        except ENDS:
+            raise
+        except BaseException as raised:  # noqa: BLE001 - an agent is foreign code
+            error = first_of(raised)
+            if isinstance(error, TimeoutError) and (rollout is not None or limit.expired()):
                 reason = TIMEOUT
             else:  # also a time limit of the agent's own
-                machine_failed = isinstance(e, InfrastructureError)
-                reason = self._why_failed(e, base_url)
+                machine_failed = isinstance(error, InfrastructureError)
+                reason = self._why_failed(error, base_url)
         else:
             return NO_STEPS if ended.get("outcome") == "aborted" else COMPLETE
         origin = base_url.rsplit("/", 2)[0]

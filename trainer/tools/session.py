@@ -33,7 +33,7 @@ from yaml import YAMLError
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
-from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError, shown
+from stepwell.trainer.errors import ENDS, ToolConfigError, ToolError, ToolUnavailableError, shown
 from stepwell.trainer.plain import plain, plain_text
 from stepwell.trainer.tools.base import FunctionTool, Tool
 from stepwell.trainer.tools.verl import VerlTool
@@ -278,7 +278,9 @@ class ToolSession:
                     reward = await self._tools[name].calc_reward(instance_id, **kwargs)
                     if reward is not None:
                         rewards[name] = _reward(reward)
-            except Exception as e:  # foreign code: any failure is a missing reward
+            except ENDS:
+                raise
+            except BaseException as e:  # foreign code: any failure is a missing reward
                 raise ToolUnavailableError(
                     f"calc_reward of tool {name!r} failed ({type(e).__name__}: {shown(e)})"
                 ) from e
@@ -323,7 +325,9 @@ class ToolSession:
             raise
         except ToolError as e:
             return _error(name, "refused", str(e))
-        except (Exception, SystemExit) as e:  # noqa: BLE001 - foreign code: the model is told
+        except ENDS:
+            raise
+        except BaseException as e:  # noqa: BLE001 - foreign code: the model is told
             if isinstance(e, TimeoutError) and limit.expired():
                 return _error(name, "timeout", f"{name} gave no result within {timeout_s:g} s")
             return _failed(name, e)
@@ -349,7 +353,9 @@ class ToolSession:
                 async with asyncio.timeout(self._timeouts[name]):
                     instance_id = await creating
                     await self._tools[name].release(instance_id, **self._of_stage(name, "release"))
-            except (Exception, SystemExit) as e:  # noqa: BLE001 - whatever happens here, the rollout is over
+            except ENDS:
+                raise
+            except BaseException as e:  # noqa: BLE001 - whatever happens here, the rollout is over
                 log.warning("tool %s was not released: %s: %s", name, type(e).__name__, shown(e))
 
     def _of_stage(self, name: str, stage: str) -> dict[str, Any]:

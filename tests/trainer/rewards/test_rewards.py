@@ -203,11 +203,18 @@ async def test_a_reward_that_would_end_the_process_is_only_missing(error: BaseEx
         await score_with(ends, "sums", "4", None)
 
 
-async def test_a_coroutine_that_would_end_the_process_is_only_missing() -> None:
-    async def ends(*args: Any, **kwargs: Any) -> float:
-        raise SystemExit(1)
+class PanicError(BaseException):
+    """The panic of a package in Rust, as PyO3 raises it."""
 
-    with pytest.raises(RewardCrashError, match="SystemExit"):
+
+@pytest.mark.parametrize("error", [SystemExit, PanicError])
+async def test_a_coroutine_that_would_end_the_process_is_only_missing(
+    error: type[BaseException],
+) -> None:
+    async def ends(*args: Any, **kwargs: Any) -> float:
+        raise error("no such unit")
+
+    with pytest.raises(RewardCrashError, match=f"{error.__name__}.*no such unit"):
         await score_with(ends, "sums", "4", None)
 
 
