@@ -132,6 +132,10 @@ def fails(folder: Path, transcript: list[dict[str, Any]], task: Mapping[str, Any
     raise KeyError("none")
 
 
+def gives_up_waiting(folder: Path, transcript: Any, task: Any) -> float:
+    raise TimeoutError("the judge is busy")
+
+
 async def test_a_program_of_the_template_is_run_by_its_path_in_the_copy(tmp_path: Path) -> None:
     (tmp_path / "template" / "bin").mkdir(parents=True)
     program = tmp_path / "template" / "bin" / "agent"
@@ -285,6 +289,7 @@ def left_nothing(tmp_path: Path) -> None:
         ({"command": ["true"], "file": "r"}, "grading: no r was written"),
         ({"command": ["sh", "-c", "echo nan > r"], "file": "r"}, "write a finite number"),
         (f"{__file__}:fails", "grading: .*: KeyError: 'none'"),
+        (f"{__file__}:gives_up_waiting", "grading: .*: TimeoutError: the judge is busy"),
         (f"{__file__}:grade_by_far", r"returned a number \(int\); return a number within ±1e\+09"),
         (f"{__file__}:grade_by_truth", r"returned True \(bool\); return a number"),
     ],
@@ -370,11 +375,17 @@ async def test_an_image_is_asked_for_again_after_no_process_could_be_started(
     left_nothing(tmp_path)
 
 
-async def test_a_prompt_that_no_command_line_holds_is_the_rollouts_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [("x" * 200_000, "is longer"), ("a\0b", "null byte"), ("\ud800", "surrogates not allowed")],
+)
+async def test_a_prompt_that_no_command_line_holds_is_the_rollouts_loss(
+    tmp_path: Path, prompt: str, why: str
+) -> None:
     """The machine is well, and would say the same each time."""
     run = harness(tmp_path, "", command=["true", "{task.prompt}"])
-    with pytest.raises(HarnessError, match=r"true: an argument .* is longer .*harness\.files"):
-        await run({**TASK, "question": "x" * 200_000}, URL, "key")
+    with pytest.raises(HarnessError, match=rf"true: an argument .*{why}.*harness\.files"):
+        await run({**TASK, "question": prompt}, URL, "key")
     left_nothing(tmp_path)
 
 

@@ -378,13 +378,11 @@ class Rollout:
                     reward = await harness.grader(self.work, transcript, self._task)
                 else:
                     reward = await in_thread(harness.grader, self.work, transcript, self._task)
-        except TimeoutError as e:
-            if not limit.expired():
-                raise
-            why = f"grading: {grade.function} took more than {grade.timeout_s:g} s"
-            raise HarnessError(why) from e
         except Exception as e:  # foreign code: no score is not 0
-            raise HarnessError(f"grading: {grade.function}: {type(e).__name__}: {shown(e)}") from e
+            why = f": {type(e).__name__}: {shown(e)}"
+            if isinstance(e, TimeoutError) and limit.expired():
+                why = f" took more than {grade.timeout_s:g} s"
+            raise HarnessError(f"grading: {grade.function}{why}") from e
         if reward is None:
             return None
         if isinstance(reward, bool) or not is_reward(reward):
@@ -501,6 +499,11 @@ class Rollout:
                     "rollout.harness.files, and name that"
                 ) from e
             raise InfrastructureError(f"no process can be started: {e}") from e
+        except ValueError as e:  # NUL, or half a character
+            raise HarnessError(
+                f"{command[0]}: an argument or a variable holds what no command is given ({e}); "
+                "write what the task says into a file of rollout.harness.files, and name that"
+            ) from e
 
     def judge(self, ended: Ended) -> None:
         """Returns if what was done is to be graded.
