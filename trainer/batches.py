@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 15.0
 """A trainer that waits for traffic says so this often."""
+REPORT_REFILLS = 4
+"""A batch that filters do not let become whole is told when it was filled up so often, and at twice
+as many times each further time."""
 IN_FLIGHT_S = 1.0
 """Wait for the answer to a request that the pool served before generation had no prompt left."""
 
@@ -321,6 +324,8 @@ class Batches:
             if (missing := size - len(groups)) == 0:
                 break
             self._filter.check_refills(refill)
+            if refill >= REPORT_REFILLS and not refill & (refill - 1):
+                self._notify_user(self._why_refilled(refill, size, len(groups)))
             with self._phases("wait"):
                 taking = asyncio.create_task(self._take(self.channels[0], missing))
                 more = await self._wait_leased(taking, missing)
@@ -418,6 +423,17 @@ class Batches:
             f"waiting for {wanted} groups of traffic: {groups['ready']} are ready, "
             f"{groups['open']} open with {still_open} open trajectories{remedy}; the engines "
             f"serve version {self._progress.version}"
+        )
+
+    def _why_refilled(self, times: int, wanted: int, kept: int) -> str:
+        """One line on a batch that has `kept` of the groups that it wants."""
+        causes = [f"{n} × {reason}" for reason, n in self._filter.dropped.most_common(3)]
+        if self.scorer.unscored:
+            causes.append(f"trajectories without a score: {self.scorer.why_unscored()}")
+        return (
+            f"a batch was filled up {times} times and has {kept} of {wanted} groups; left out so "
+            f"far: {', '.join(causes)}. Look into the reward, take other prompts or sampling."
+            "filters, or let sampling.max_refills end the run"
         )
 
     async def _why_starved(self, channel: TrainedChannel, size: int) -> str:

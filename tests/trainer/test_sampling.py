@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -542,6 +543,22 @@ async def test_a_batch_that_is_never_whole_ends_with_an_error_if_refills_are_lim
             StarvedError, match=r"filled up sampling.max_refills = 3 times.*'all_correct': 8"
         ):
             await run.train()
+
+
+async def test_a_run_whose_groups_are_all_filtered_says_so(tmp_path: Path) -> None:
+    """Without a limit it fills its batch up for ever, and no optimizer step shows a figure."""
+    config = small_config(
+        tmp_path,
+        "sampling.filters=[all_correct(0.0)]",
+        f"rollout.reward={__name__}:score",
+        train=40,  # 20 batches
+    )
+    told: list[str] = []
+    async with small_run(config, reward=unscored, notify=told.append) as run:
+        assert await run.train() == []
+    said = re.findall(r"a batch was filled up (\d+) times and has 0 of 2 groups", "\n".join(told))
+    assert said == ["4", "8", "16"]
+    assert any("left out so far: 10 × all_correct. " in line for line in told)
 
 
 async def test_a_batch_that_does_not_come_says_of_how_many_groups_it_is(tmp_path: Path) -> None:
