@@ -437,6 +437,25 @@ class BusyWorker:
     async def ready(self) -> None: ...
 
 
+@pytest.mark.parametrize(("n_tasks", "turns"), [(1, 1), (4, 1), (5, 2), (21, 6)])
+async def test_prompts_of_an_evaluation_that_wait_for_a_slot_have_their_time_after_it(
+    rig: Rig, n_tasks: int, turns: int
+) -> None:
+    """They are begun together, and those that came last were closed before they had begun."""
+    options = {"n": 1, "min_n": 1, "concurrency": 4, "timeout_s": 1, "group_deadline_s": 10}
+    producer = rig.producer(1, [BusyWorker(), BusyWorker()], **options)
+    tasks = [{"question": "?", "instance_id": f"v{i}"} for i in range(n_tasks)]
+    evaluation = asyncio.create_task(producer.evaluate(tasks, 2, "val"))
+
+    async def begun() -> list[float | None]:
+        groups = (await rig.pool.list_groups("val")).items
+        return [g.deadline and g.deadline - g.opened_at for g in groups][n_tasks - 1 :]
+
+    assert (await until(begun))[0] == pytest.approx(10 * turns)
+    evaluation.cancel()
+    await asyncio.gather(evaluation, return_exceptions=True)
+
+
 async def test_an_evaluation_that_fails_leaves_none_of_its_rollouts_running(rig: Rig) -> None:
     """They went on into the end of the run, asked a Ray that had been left for their workers, and
     started another one for it."""

@@ -180,7 +180,8 @@ class RolloutConfig(CallSampling):
     timeout_s: float = Field(default=120.0, gt=0)
     """One rollout may take this long; then it is aborted with the reason "timeout"."""
     group_deadline_s: float = Field(default=300.0, gt=0)
-    """A group is closed after this long with the rollouts it has."""
+    """A group is closed after this long with the rollouts it has. Prompts of an evaluation, which
+    are begun together, have it as many times as their rollouts fill all slots."""
     max_attempts: int = Field(default=2, ge=1)
     """Tries per rollout; the last failure aborts the rollout for good. An attempt that the worker,
     the gateway, its engines or the pool failed is made again and not counted."""

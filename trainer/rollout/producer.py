@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -248,15 +249,17 @@ class Producer(GroupProducer):
             RolloutError: not one rollout finished, and all by the agent's own errors.
         """
         all_ends: Counter[str] = Counter()
-        half = len(self._workers) * self._config.concurrency // (2 * n)
-        places = asyncio.Semaphore(max(1, half if beside_training else len(tasks)))
+        slots = len(self._workers) * self._config.concurrency
+        places = asyncio.Semaphore(max(1, slots // (2 * n) if beside_training else len(tasks)))
+        of_a_worker = math.ceil(len(tasks) / len(self._workers)) * n
+        turns = math.ceil(of_a_worker / self._config.concurrency)
 
         async def run(number: int, task: Task) -> str:
             async with places:
                 for _ in range(EVALUATION_ISSUES):
                     await self._wait_recovered()
                     prompt_uid = new_uid(task)
-                    await self._start(prompt_uid, task, n, 1, channel)
+                    await self._start(prompt_uid, task, n, 1, channel, turns=turns)
                     ends = await self._run_group(number, task, prompt_uid, n, channel)
                     self._show_failures(prompt_uid, ends)
                     if INFRASTRUCTURE not in ends:
@@ -399,14 +402,21 @@ class Producer(GroupProducer):
                 self._put_back(task)
                 self._pace.lost(prompt_uid)
 
-    async def _start(self, prompt_uid: str, task: Task, n: int, min_n: int, channel: str) -> None:
+    async def _start(
+        self, prompt_uid: str, task: Task, n: int, min_n: int, channel: str, *, turns: int = 1
+    ) -> None:
+        """Open the group of a prompt.
+
+        Args:
+            turns: times that rollouts take all slots until the last of this group has had one.
+        """
         about = without_pictures(task) if "messages" in task else task
         if channel == SFT:  # a conversation is in its own steps
             about = {k: task[k] for k in ("instance_id", "data_source")}
         await self._pool.open_group(
             prompt_uid,
             n,
-            deadline_s=self._config.group_deadline_s,
+            deadline_s=turns * self._config.group_deadline_s,
             min_rollouts=min(min_n, n),
             metadata={"task": plain(about), ISSUED: True}
             | ({GREEDY: True} if self._greedy_in(channel) else {}),
