@@ -284,6 +284,32 @@ def test_a_problem_of_the_evaluation_set_is_never_handed_out_for_training() -> N
     assert not {t["question"] for t in training.all()} & evaluation.prompts()
 
 
+def environments(path: Path, *own: dict[str, Any]) -> Path:
+    """Tasks with one prompt, each in an environment of its own."""
+    rows = [{"question": "Play.", "answer": None, "metadata": metadata} for metadata in own]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("name", ["reset", "index"])
+def test_one_prompt_in_several_environments_is_several(tmp_path: Path, name: str) -> None:
+    """Of OpenEnv's `metadata.reset`, and of a taskset of verifiers'."""
+    taskset = {"taskset": "wordle"} if name == "index" else {}
+    metadata = [{name: {"seed": i}, **taskset} for i in range(20)]
+    train = jsonl(environments(tmp_path / "t.jsonl", *metadata))
+    val = jsonl(environments(tmp_path / "v.jsonl", metadata[3], {name: {"seed": 99}, **taskset}))
+    assert len(PromptSource(train, exclude=PromptSource(val).prompts()).all()) == 19
+    source = PromptSource(train)
+    assert len(source.hold_out()) == 2
+    assert len(source.all()) == 18
+
+
+def test_a_prompt_in_one_environment_is_one_whatever_else_is_said_of_it(tmp_path: Path) -> None:
+    source = PromptSource(jsonl(environments(tmp_path / "t.jsonl", {"index": 1}, {"index": 2})))
+    with pytest.raises(DataError, match=r"has one prompt alone, .* tasks with other prompts"):
+        source.hold_out()
+
+
 def test_excluding_everything_is_refused_at_once() -> None:
     source = PromptSource(chain_sum())
     with pytest.raises(

@@ -121,8 +121,8 @@ class PromptSource:
                 first.setdefault(hashlib.sha256(_prompt(task).encode()).digest(), index)
         if len(first) < 2:
             raise DataError(
-                f"data.train ({describe(self._config)}) has 1 task, and without data.val some are "
-                "held out of it; add tasks, or name others in data.val"
+                f"data.train ({describe(self._config)}) has one prompt alone, and without data.val "
+                "some are held out of it; add tasks with other prompts, or name some in data.val"
             )
         smallest = heapq.nsmallest(min(HELD_OUT, max(1, len(first) // 10)), first)
         held_out = [self._tasks[first[digest]] for digest in smallest]
@@ -203,9 +203,18 @@ class PromptSource:
 
 
 def _prompt(task: Task) -> str:
-    if "harbor" in task:  # one instruction may be given in many environments
-        return f"{task['question']}\n{Path(task['harbor']['folder']).name}"
-    return task["question"] if "question" in task else json.dumps(task["messages"], sort_keys=True)
+    """Prompt of a task for comparisons. One may be given in many environments, so there it goes
+    with the environment: Harbor's folder, OpenEnv's `reset`, the place in a taskset of verifiers'.
+    """
+    asked = task["question"] if "question" in task else json.dumps(task["messages"], sort_keys=True)
+    metadata = task["metadata"]
+    if "harbor" in task:
+        return f"{asked}\n{Path(task['harbor']['folder']).name}"
+    if "reset" in metadata:
+        return f"{asked}\n{json.dumps(metadata['reset'], sort_keys=True)}"
+    if metadata.keys() >= {"taskset", "index"}:
+        return f"{asked}\n{metadata['taskset']} {metadata['index']}"
+    return asked
 
 
 def _skipped(config: SourceConfig) -> frozenset[str]:
