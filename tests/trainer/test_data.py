@@ -1,6 +1,7 @@
 """The prompt source: order, epochs, what was put back, what is saved, what is refused."""
 
 import datetime
+import gzip
 import json
 import random
 import tempfile
@@ -597,6 +598,38 @@ def test_a_hugging_face_folder_of_files_is_read_with_slices(tmp_path: Path) -> N
     assert [t["question"] for t in tasks] == ["q1", "q2"]
     assert [t["metadata"] for t in tasks] == [{"k1": 1}, {"k2": 2}], "objects keep their own keys"
     assert [t["instance_id"] for t in tasks] == ["hub-train-1-3-0", "hub-train-1-3-1"]
+
+
+CELLS = 'question,answer,metadata\nseven,007,"{""k"": 1}"\n"a\nb",NA,\n42?,42,\nnone,,\n'
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.csv.gz"])
+def test_cells_of_a_csv_file_are_their_text(tmp_path: Path, name: str) -> None:
+    """`datasets` guesses their types: one empty cell makes 42.0 of 42, which no answer matches."""
+    text = CELLS.replace(",", "\t") if name == "t.tsv" else CELLS
+    packed = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    (tmp_path / name).write_bytes(packed)
+    tasks = PromptSource(config(kind="huggingface", path=str(tmp_path / name))).all()
+    assert [task["question"] for task in tasks] == ["seven", "a\nb", "42?", "none"]
+    assert [task["answer"] for task in tasks] == ["007", "NA", "42", None]
+    assert [task["metadata"] for task in tasks] == [{"k": 1}, {}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("t.xlsx", b"PK", r"no \.xlsx is read; name a file that ends in \.csv, \.tsv, "),
+        ("tasks", b"{}", "no file without an ending is read"),
+        ("t.csv", b"", "EmptyDataError: No columns"),
+        ("t.csv", "frage,größe\n".encode("latin-1"), "UnicodeDecodeError.*; write UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_without_asking_the_hub(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=why):
+        PromptSource(config(kind="huggingface", path=str(tmp_path / name)))
 
 
 def test_columns_of_media_that_no_row_fills_are_no_media(tmp_path: Path) -> None:

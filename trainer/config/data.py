@@ -198,8 +198,10 @@ class HuggingFaceSource(RowSource):
 
     kind: Literal["huggingface"]
     path: TextPath = Field(min_length=1)
-    """A name on the hub, a folder or file of data, or a folder written by `save_to_disk` (here or
-    at an address such as `s3://bucket/folder`)."""
+    """A name on the hub, a folder of data, a file (`.csv` and `.tsv`, whose cells are text,
+    `.json`, `.jsonl`, `.parquet`, `.arrow`, `.txt`, or one of these in `.gz`, `.bz2`, `.xz` or
+    `.zst`), or a folder written by `save_to_disk` (here or at an address such as
+    `s3://bucket/folder`)."""
     name: str | None = None
     """The configuration (subset) of a data set that has several."""
     split: str = Field(default="train", min_length=1)
