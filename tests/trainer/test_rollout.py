@@ -15,6 +15,7 @@ from aiohttp import web
 
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.rollout import worker as worker_module
 from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.rollout.worker import RolloutWorker, start_workers
 
@@ -317,6 +318,55 @@ async def test_an_agent_that_ends_itself_fails_alone(
 async def test_a_hanging_agent_is_cut_off_and_aborted(gateway: RecordingGateway) -> None:
     assert await run(gateway, "hangs", max_attempts=1, timeout_s=0.05) == {"timeout": 1}
     assert gateway.told("abort") == [{"reason": "timeout", "will_retry": False}]
+
+
+async def goes_on(task: Any, base_url: str, api_key: str) -> float:
+    task["begun"].set()
+    while not task["over"].is_set():
+        try:
+            await task["over"].wait()
+        except:  # noqa: E722 - as agents have it that try again whatever happens
+            continue
+    return 1.0
+
+
+@pytest.mark.parametrize("end", ["timeout", "cancelled"])
+async def test_an_agent_that_is_deaf_to_its_end_keeps_no_slot(
+    gateway: RecordingGateway, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(worker_module, "CANCEL_S", 0.05)
+    agent, timeout_s = f"{__name__}:goes_on", 0.05 if end == "timeout" else 60
+    config = RolloutConfig(agent=agent, concurrency=1, max_attempts=1, timeout_s=timeout_s)
+    worker = RolloutWorker(config, [gateway.url])
+    over, begun = asyncio.Event(), asyncio.Event()
+    task = {"question": "?", "over": over, "begun": begun}
+    try:
+        n = 2 if end == "timeout" else 1
+        running = asyncio.create_task(worker.run_group(task, "p", n))
+        if end == "cancelled":
+            await begun.wait()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        else:
+            assert await running == {end: n}
+    finally:
+        over.set()
+        await worker.close()
+    assert {told["reason"] for told in gateway.told("abort")} == {end}
+
+
+async def gives_what_it_has(task: Any, base_url: str, api_key: str) -> float:
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        return 0.25
+    return 1.0
+
+
+async def test_an_agent_may_score_what_it_has_when_it_is_cut_off(gateway: RecordingGateway) -> None:
+    assert await run(gateway, "gives_what_it_has", timeout_s=0.05) == {"complete": 1}
+    assert gateway.told("complete") == [{"reward": 0.25}]
 
 
 async def test_a_timeout_of_the_agents_own_is_its_error(gateway: RecordingGateway) -> None:

@@ -34,11 +34,11 @@ import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 import ray
@@ -65,6 +65,8 @@ from stepwell.trainer.slime.generate import GenerateRollouts
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 OUTAGE_S = 60.0
 """A rollout that lost its engine waits for one so long, within its group."""
 OUTAGES = 8
@@ -76,6 +78,8 @@ RECOVERY_S = 900.0
 (`engine.startup_timeout_s`). The run ends if they are not back: no rollout can be run any more."""
 ELSEWHERE = " (the gateway was there: does the agent call the base_url that it is given?)"
 """Beside an agent's connection error: clients name no address, and most have one by default."""
+CANCEL_S = 10.0
+"""Seconds that an agent has to end in when its rollout is cut off or cancelled."""
 COMPLETE = "complete"
 TIMEOUT = "timeout"
 """End of a rollout that ran longer than `rollout.timeout_s`, or its harness's."""
@@ -103,6 +107,35 @@ def read_reward(agent: str, returned: object) -> dict[str, Any]:
         f"{agent} returned {named}; return a number within ±{MAX_REWARD:g}, a list of one per "
         "call, or None to leave the rollout unscored"
     )
+
+
+async def _until_cancelled(agent: Coroutine[Any, Any, T]) -> T:
+    """Await `agent`; one that goes on though it is cancelled, as a loop with a bare `except` does,
+    is left behind."""
+
+    async def run() -> tuple[T, None] | tuple[None, SystemExit]:
+        try:
+            return await agent, None
+        except SystemExit as e:  # of a task of its own it would end the process
+            return None, e
+
+    running = asyncio.create_task(run())
+    try:
+        result, left = await asyncio.shield(running)
+    except asyncio.CancelledError:
+        running.cancel()
+        await asyncio.wait({running}, timeout=CANCEL_S)
+        if not running.done():
+            log.warning(
+                "an agent goes on %g s after it was cancelled: does it catch CancelledError, in a "
+                "bare `except`? Its rollout has ended",
+                CANCEL_S,
+            )
+            raise
+        result, left = running.result()
+    if left is not None:
+        raise left
+    return cast(T, result)
 
 
 class RolloutWorker:
@@ -264,7 +297,7 @@ class RolloutWorker:
         try:
             async with asyncio.timeout(self._config.timeout_s) as limit:
                 if rollout is None:
-                    result = await self._run(task, started, mark, channel)
+                    result = await _until_cancelled(self._run(task, started, mark, channel))
                 else:
                     await rollout.play(base_url, started.get("api_key", "none"))
                     await slot.aclose()
