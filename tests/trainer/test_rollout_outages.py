@@ -280,6 +280,29 @@ async def test_a_group_that_closes_before_a_rollout_begins_does_not_end_the_run(
     assert told.returned == 0  # that the deadline is too short for so few slots is nobody's outage
 
 
+async def test_the_first_prompt_that_its_deadline_loses_is_a_line_for_the_user(rig: Rig) -> None:
+    """Of groups that are as good as never begun in time, all prompts were lost in silence."""
+
+    class FullWorker:
+        async def run_group(self, task: Any, prompt_uid: str, n: int, *args: Any) -> dict[str, int]:
+            async def is_told() -> bool:
+                return prompt_uid in producer._drop_reasons
+
+            await until(is_told)
+            return {"closed": n}
+
+        async def ready(self) -> None: ...
+
+    told: list[str] = []
+    limits = {"timeout_s": 0.05, "group_deadline_s": 0.05, "max_attempts": 1}
+    producer = rig.producer(3, [FullWorker()], notify=told.append, **limits)
+    await rig.generate(producer)
+    assert (await rig.groups())["drop_reasons"] == {"deadline": 3}
+    assert len(told) == 1
+    assert told[0].startswith("closed (rollout.group_deadline_s is 0.05): 2 of 2 rollouts of p")
+    assert "raise it, or rollout.concurrency, or " in told[0]
+
+
 @pytest.mark.parametrize("agent", ["raises", "is_out"])
 async def test_an_agent_that_always_fails_is_counted_and_its_prompts_are_not_issued_again(
     rig: Rig, agent: str

@@ -31,6 +31,7 @@ from typing import Any
 
 import ray
 
+from stepwell.datapool.core.readiness import DEADLINE
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, SFT, TRAIN
@@ -474,8 +475,11 @@ class Producer(GroupProducer):
 
     def _show_failures(self, prompt_uid: str, ends: Mapping[str, int]) -> None:
         """Show the user the first failure of each kind; later ones are counted alone."""
+        hidden = {COMPLETE, CLOSED, INFRASTRUCTURE}
+        if self._drop_reasons.get(prompt_uid) == DEADLINE and INFRASTRUCTURE not in ends:
+            hidden.remove(CLOSED)
         for end in ends:
-            if end in (COMPLETE, CLOSED, INFRASTRUCTURE) or _kind(end) in self._shown:
+            if end in hidden or _kind(end) in self._shown:
                 continue
             self._shown.add(_kind(end))
             self._notify_user(
@@ -489,6 +493,8 @@ class Producer(GroupProducer):
         return ", ".join(f"{n} × {self._meaning(end)}" for end, n in causes.most_common(3))
 
     def _meaning(self, end: str) -> str:
+        if end == CLOSED:
+            return f"closed (rollout.group_deadline_s is {self._config.group_deadline_s:g})"
         if end != TIMEOUT:
             return MEANINGS.get(end, end)
         if (harness := self._config.harness) is not None:
@@ -559,12 +565,14 @@ def _by_own_error(ends: Mapping[str, int]) -> Counter[str]:
 
 
 def _remedy(own: Iterable[str]) -> str:
+    if {*own} == {CLOSED}:
+        return "raise it, or rollout.concurrency, or have fewer rollout.max_outstanding_groups"
     return "raise it, or make the agent faster" if {*own} == {TIMEOUT} else "correct the agent"
 
 
 def _look(own: Iterable[str]) -> str:
     """The place to look at, or the remedy: ends without an error have no traceback."""
-    if {*own} <= {TIMEOUT, NO_STEPS}:
+    if {*own} <= {TIMEOUT, NO_STEPS, CLOSED}:
         return _remedy(own)
     return "the worker's log has the traceback"
 
