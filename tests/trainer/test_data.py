@@ -25,6 +25,7 @@ from stepwell.trainer.config import DataConfig, SourceConfig, Truncation
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.errors import DataError, DataExhaustedError
+from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.rollout.producer import new_uid
 
 WriteLines = Callable[..., Path]
@@ -283,6 +284,21 @@ def test_a_problem_of_the_evaluation_set_is_never_handed_out_for_training() -> N
     kept = {t["instance_id"] for t in training.all()}
     assert set(take(training, 2 * len(kept))) == kept
     assert not {t["question"] for t in training.all()} & evaluation.prompts()
+
+
+def test_a_label_that_a_data_frame_misses_is_none(tmp_path: Path) -> None:
+    rows = '{"question": "a", "answer": NaN}\n{"question": "b", "answer": 2.5}'
+    (tmp_path / "t.jsonl").write_text(rows)
+    tasks = PromptSource(jsonl(tmp_path / "t.jsonl")).all()
+    assert [task["answer"] for task in tasks] == [None, 2.5]
+
+
+def test_half_a_character_in_an_id_is_a_question_mark(tmp_path: Path) -> None:
+    """The ledger could not name it, and the run ended when the task was issued."""
+    (tmp_path / "t.jsonl").write_text('{"question": "a", "answer": 1, "instance_id": "\\ud800x"}')
+    (task,) = PromptSource(jsonl(tmp_path / "t.jsonl")).all()
+    Ledger(tmp_path / "ledger.jsonl").issued(new_uid(task), task["instance_id"])
+    assert task["instance_id"] == "?x"
 
 
 def environments(path: Path, *own: dict[str, Any]) -> Path:

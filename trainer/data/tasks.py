@@ -41,6 +41,7 @@ from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.data.tables import Table, describe, open_table
 from stepwell.trainer.data.verifiers import VerifiersTasks
 from stepwell.trainer.errors import DataError
+from stepwell.trainer.plain import plain_text
 from stepwell.trainer.rewards.reasoning_gym import PARAMS
 
 log = logging.getLogger(__name__)
@@ -323,10 +324,10 @@ class _RowTasks:
         if instance_id is None:
             instance_id = f"{slug(label)}-{number}"
         task = {
-            "instance_id": str(instance_id),
+            "instance_id": plain_text(str(instance_id)),
             "data_source": config.data_source or row.get("data_source") or label,
             ("question" if isinstance(prompt, str) else "messages"): prompt,
-            "answer": lookup(row, config.label_key) if config.label_key is not None else None,
+            "answer": None if config.label_key is None else _known(lookup(row, config.label_key)),
             "metadata": metadata,
         }
         if config.tool_key is not None:
@@ -345,6 +346,11 @@ def _lacks_tools_kwargs(task: Task) -> bool:
     """Return true if it says, as verl's rows do, that its tools need arguments, and has none."""
     metadata = task["metadata"]
     return bool(metadata.get("need_tools_kwargs")) and not metadata.get("tools_kwargs")
+
+
+def _known(label: Any) -> Any:
+    """The label; None for NaN, as data frames write what is missing: no answer would match it."""
+    return None if isinstance(label, float) and label != label else label
 
 
 _MISSING = object()
