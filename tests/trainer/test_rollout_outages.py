@@ -280,6 +280,29 @@ async def test_a_group_that_closes_before_a_rollout_begins_does_not_end_the_run(
     assert told.returned == 0  # that the deadline is too short for so few slots is nobody's outage
 
 
+async def completes_by_itself(task: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
+    """As one that knows the gateway's address alone does; what it returns comes second."""
+    await asks_once(task, base_url, api_key)
+    async with aiohttp.ClientSession() as http:
+        await http.post(f"{base_url}/v1/complete_trajectory", json={"reward": 0.5})
+    if task["instance_id"] == "p2":
+        raise ValueError("the browser does not close")
+    return None if task["instance_id"] == "p0" else 0.25
+
+
+async def test_a_rollout_that_its_agent_has_completed_over_http_is_complete(rig: Rig) -> None:
+    """It counted as closed: the prompt was dropped, in the ledger and in checkpoints, and the group
+    was trained all the same."""
+    async with producer_of(rig, 3, agent=f"{__name__}:completes_by_itself") as producer:
+        await rig.generate(producer)
+        assert producer.ends == {"complete": 6}
+        lease = await rig.pool.lease_batch(batch_size=3)
+        assert lease is not None
+        assert {g.prompt_uid for g in lease.groups} == producer.in_flight.keys()
+    assert {t.reward for g in lease.groups for t in g.trajectories} == {0.5}
+    assert audit(rig.folder / "ledger.jsonl").dropped == {}
+
+
 async def test_the_first_prompt_that_its_deadline_loses_is_a_line_for_the_user(rig: Rig) -> None:
     """Of groups that are as good as never begun in time, all prompts were lost in silence."""
 

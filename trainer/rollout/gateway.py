@@ -22,6 +22,8 @@ PATIENCE_S = 300.0
 minutes."""
 ANSWER_S = 120.0
 """The gateway answers within this, or is asked again; it waits for the pool for a minute itself."""
+_COMPLETED = " was already completed "
+"""Words of the pool's, when a completed trajectory is to be ended otherwise."""
 _UNBOUNDED = aiohttp.ClientTimeout(total=None)
 RETRY_S = 0.25
 _DOWN = frozenset({429, 500, 502, 503, 504})
@@ -30,6 +32,10 @@ _DOWN = frozenset({429, 500, 502, 503, 504})
 
 class ClosedError(RolloutError):
     """The trajectory has ended: completed, aborted, or closed by the pool with its group."""
+
+
+class CompletedError(ClosedError):
+    """Its agent has completed the trajectory, over HTTP: that counts."""
 
 
 class UnreachableError(RolloutError):
@@ -79,7 +85,8 @@ class GatewayClient:
             is_generation: the gateway answers when the model has ended, and bounds that itself.
 
         Raises:
-            ClosedError: the trajectory has ended.
+            CompletedError: the trajectory is complete.
+            ClosedError: it has ended otherwise.
             UnreachableError: nobody answered within `patience_s`.
             RolloutError: the gateway refuses it.
         """
@@ -100,7 +107,9 @@ class GatewayClient:
                     text = await response.text()
                     why = f"{response.status}: {text:.300}"
                     if response.status not in _DOWN:
-                        error = ClosedError if '"trajectory_closed"' in text else RolloutError
+                        error = RolloutError
+                        if '"trajectory_closed"' in text:
+                            error = CompletedError if _COMPLETED in text else ClosedError
                         raise error(f"{url} answered {why}")
                     after = response.headers.get("retry-after", "")
                     pause_s = max(pause_s, min(float(after), 5.0)) if after.isdecimal() else pause_s

@@ -57,6 +57,7 @@ from stepwell.trainer.rollout.gateway import (
     PATIENCE_S,
     RETRY_S,
     ClosedError,
+    CompletedError,
     GatewayClient,
     UnreachableError,
 )
@@ -312,7 +313,7 @@ class RolloutWorker:
             reason = "CancelledError: the agent was cancelled from within"
         except ClosedError as closed:
             log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
-            return CLOSED
+            return COMPLETE if isinstance(closed, CompletedError) else CLOSED
         except ENDS:
             raise
         except BaseException as raised:  # noqa: BLE001 - an agent is foreign code
@@ -338,9 +339,9 @@ class RolloutWorker:
             reason = f"{INFRASTRUCTURE}: {reason}"
         elif "Connect" in reason.partition(":")[0]:
             reason += ELSEWHERE
-        if await self._abort(base_url, reason, will_retry=disturbed or not final):
+        if (end := await self._abort(base_url, reason, will_retry=disturbed or not final)) is None:
             return INFRASTRUCTURE if disturbed else reason
-        return CLOSED
+        return end
 
     def _why_failed(self, error: BaseException, base_url: str) -> str:
         """Return the error of an agent as a reason; log the traceback of the first from a place."""
@@ -370,9 +371,9 @@ class RolloutWorker:
         *,
         will_retry: bool = False,
         patience_s: float = PATIENCE_S,
-    ) -> bool:
-        """False: it had ended already, with its group. One that cannot be aborted stays open until
-        its group's deadline."""
+    ) -> str | None:
+        """Return how it had ended already: CLOSED with its group, or COMPLETE by its agent; None:
+        it had not. One that cannot be aborted stays open until its group's deadline."""
         body: dict[str, Any] = {"reason": reason}
         if patience_s:
             body["will_retry"] = will_retry
@@ -380,11 +381,11 @@ class RolloutWorker:
             answer = await self._gateway.ask(f"{base_url}/v1/abort_trajectory", body, patience_s)
         except ClosedError as closed:
             log.info("%s had ended already: %s", base_url, closed)
-            return False
+            return COMPLETE if isinstance(closed, CompletedError) else CLOSED
         except RolloutError as e:  # at the end of a run the gateway may be gone
             log.warning("%s could not be aborted (%s): %s", base_url, reason, e)
-            return True
-        return answer.get("outcome") != "late"
+            return None
+        return CLOSED if answer.get("outcome") == "late" else None
 
 
 class WorkerHandle(Protocol):
