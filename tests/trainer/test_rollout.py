@@ -234,8 +234,13 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
     assert gateway.told("complete") == []
 
 
-async def test_an_error_in_a_task_group_is_told_as_itself(gateway: RecordingGateway) -> None:
-    ends = await run(gateway, "loses_a_tool_in_a_task_group", max_attempts=1)
+async def raises_several(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    raise ExceptionGroup("two tools", [ValueError("no such tool"), KeyError("city")])
+
+
+@pytest.mark.parametrize("agent", ["loses_a_tool_in_a_task_group", "raises_several"])
+async def test_an_error_in_a_group_is_told_as_itself(gateway: RecordingGateway, agent: str) -> None:
+    ends = await run(gateway, agent, max_attempts=1)
     assert ends == {"ValueError": 1}
     assert gateway.told("abort")[0]["reason"] == "ValueError: no such tool"
 

@@ -322,7 +322,7 @@ class RolloutWorker:
                 reason = TIMEOUT
             else:  # also a time limit of the agent's own
                 machine_failed = isinstance(error, InfrastructureError)
-                reason = self._why_failed(error, base_url)
+                reason = self._why_failed(raised, base_url)
         else:
             return NO_STEPS if ended.get("outcome") == "aborted" else COMPLETE
         origin = base_url.rsplit("/", 2)[0]
@@ -351,6 +351,7 @@ class RolloutWorker:
             log.warning("the first rollout that failed there", exc_info=error)
         # Without the rollout's own URL: the same failure of many rollouts is one reason.
         path = urlsplit(base_url).path or base_url
+        error = first_of(error)  # which may have been raised nowhere
         text = shown(error).replace(base_url, "{base_url}").replace(path, "{base_url}")
         # Nor half a character, which no gateway takes: the rollout would stay open.
         return plain_text(": ".join(filter(None, (type(error).__name__, text)))[:200])
