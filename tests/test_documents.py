@@ -17,7 +17,16 @@ import stepwell
 from benchmarks.__main__ import BENCHES
 from stepwell.config.keys import all_keys
 from stepwell.config.migration import rows, tables
+from stepwell.datapool import selection
+from stepwell.datapool.core import channel, limits, readiness, records
+from stepwell.datapool.remote import lease_keeper
+from stepwell.datapool.selection import built_in
+from stepwell.datapool.store import salvage
 from stepwell.gateway.endpoints import ENDPOINTS
+from stepwell.gateway.pool_access import POOL_FAILURE
+from stepwell.gateway.slime_buffer import buffer
+from stepwell.trainer import reclaim, sampling
+from stepwell.trainer.rollout import worker
 from tests.chaos.__main__ import FAULTS
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +113,28 @@ def test_every_page_is_in_the_list_of_pages() -> None:
     listed = {file.resolve() for file, _ in links(ROOT / "docs" / "README.md")}
     pages = set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "README.md"}
     assert pages <= listed
+
+
+def test_every_reason_of_a_drop_or_an_abort_is_explained() -> None:
+    """Reasons that pool, trainer and gateway give groups and trajectories."""
+    dropped = {
+        *(readiness.DEADLINE, readiness.IDLE, readiness.RETENTION, readiness.TOO_FEW_ROLLOUTS),
+        *(limits.MAX_QUEUE_SIZE, limits.MAX_BYTES, records.DELETED, salvage.REASON),
+        *(selection.STALE, selection.DOUBTFUL, selection.UNSCORED),
+        *(name for name in built_in.FILTERS if name != "scored"),
+        *(reclaim.LOST_POLICY, reclaim.AFTER_CHECKPOINT, reclaim.PRODUCER_GONE, reclaim.TRAINED),
+        *(lease_keeper.USED, sampling.SURPLUS, worker.INFRASTRUCTURE),
+        *(buffer.SKIPPED, buffer.GROUP_SIZE, buffer.UNSCORED, buffer.INVALID, buffer.PICTURES),
+    }
+    aborted = {
+        *(channel.NO_STEPS, channel.GROUP_CLOSED, channel.GROUP_DROPPED, channel.GROUP_SERVED),
+        *(worker.TIMEOUT, POOL_FAILURE),
+    }
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for reasons, title in ((dropped, "a group dropped"), (aborted, "a trajectory aborted")):
+        table = page.split(f"## Why was {title}\n")[1].split("\n## ")[0]
+        told = re.findall(r"^\| (.*?) \|", table, re.M)
+        assert reasons <= set(re.findall(r"`([^`]+)`", "\n".join(told))), title
 
 
 # -- code in the pages ----------------------------------------------------------------------------
