@@ -143,6 +143,9 @@ def groups_screen(found: Mapping[str, Any]) -> RenderableType:
     lines += ["", Text.assemble((f"dropped {counts['dropped']:,}", "bold"), f"  {said}")]
     for each in found["dropped"]:
         lines.append(Text.assemble("  ", each["prompt_uid"], "  ", (each["reason"], "red")))
+    if counts["dropped"] and not found["dropped"]:  # since the pool was started
+        where = f"left == 'dropped' and channel == {found['channel']!r}"
+        lines.append(Text(f'  stepwell data query "{where}" names them', "dim"))
     return Group(*lines)
 
 
@@ -317,11 +320,10 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
 def _with_steps(found: Found, tokens: Tokens | None) -> Opened:
     exported = found.exported
     if not exported.trajectory.steps:
-        uid = exported.trajectory.trajectory_uid
-        why = f" ({safe(exported.reason)})" if exported.reason else ""
+        live = {"state": exported.state, "reason": exported.reason, "left": "live"}
+        why = fate(found.archived or live | {"drop_reason": None})
         raise ConfigError(
-            f"trajectory {uid!r} is {exported.state}{why} and has no step; an aborted one keeps "
-            "none"
+            f"trajectory {exported.trajectory.trajectory_uid!r} has no step: {safe(why)}"
         )
     opened = opened_of(exported, tokens, found.trained, found.masks)
     return opened._replace(archived=found.archived)

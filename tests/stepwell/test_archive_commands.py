@@ -4,6 +4,7 @@ each; and what operators do."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -152,6 +153,34 @@ def test_what_is_live_is_opened_by_its_group_and_its_beginning(
         assert "hello from conversation-1 → No." in shown
         assert "2 turns · 15 tokens" in shown, "tokens are counted once"
     assert told(capsys, "show", "conversation-2", folder).startswith("conversation-2  open")
+
+
+def test_why_a_trajectory_without_a_step_is_gone_is_said(tmp_path: Path, capsys: Capture) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+    run = Archived(tmp_path)
+    for uid in ("never", "live"):
+        run.pool("apply", OpenGroup(f"p-{uid}", 2))
+        run.pool("open_trajectory", uid, f"p-{uid}")
+        run.pool("abort_trajectory", uid, "cancelled")
+    run.pool("open_trajectory", "runs", "p-live")
+    run.pool("drop_group", "p-never", "too_few_rollouts")
+    run.pool.journal.close()
+    for uid, why in {
+        "never": "aborted (cancelled); its group was dropped (too_few_rollouts)",
+        "live": "aborted (cancelled); its group is in the pool",
+        "runs": "open; its group is in the pool",
+    }.items():
+        shown = told(capsys, "show", uid, tmp_path, code=2)
+        assert f"trajectory {uid!r} has no step: {why}" in shown
+
+
+def test_the_groups_of_a_run_that_has_ended_say_where_the_dropped_are_named(
+    run: Path, capsys: Capture
+) -> None:
+    shown = told(capsys, "groups", run)
+    assert "dropped 1  zero_variance 1" in shown
+    (query,) = re.findall(r"stepwell data query \"(.*)\"", shown)
+    assert "gone" in told(capsys, "data", "query", query, run)
 
 
 def test_a_folder_in_the_place_of_a_uid_is_told_apart(run: Path, capsys: Capture) -> None:

@@ -58,7 +58,7 @@ export function Trajectory({ about, params }) {
     </dl>
     ${(archived?.feedback ?? []).map((/** @type {Row} */ late) => html`<p class="notice warn">Reward ${number(late.reward)} came too late: ${late.why}.</p>`)}
     ${shown.steps.length === 0
-      ? html`<${Empty}>${state.state === "aborted" ? "The pool released the steps of this trajectory when it was aborted." : "No turn is stored yet."}<//>`
+      ? html`<${Empty}>${state.state === "aborted" ? "No step of this trajectory is kept: none was stored, or the pool has no journal." : "No turn is stored yet."}<//>`
       : html`<div class="split">
           <nav class="card turns" aria-label="Turns" tabindex="0"><${Tree} shown=${shown} index=${index} path=${path} /></nav>
           <div><${View} shown=${shown} index=${index} path=${path} asked=${asked} colour=${params.colour} /></div>
