@@ -90,12 +90,19 @@ class Services:
                 "the chat template ends assistant turns with no special token: every later turn "
                 "of a conversation becomes a branch"
             )
+        replies = ReplyFormat(tokenizer, config)
+        if renderer.shows_tools and not replies.reads_calls and config.tool_parser != "none":
+            log.warning(
+                "calls of tools as the chat template writes them are none that "
+                "gateway.tool_parser %s reads: agents get them as text",
+                config.tool_parser,
+            )
         prompts = Prompts(config, renderer, self.threads, tuning, vision)
         turn_messages = TurnMessages(config, tuning)
         self.calls = Calls(
             engine=self.engine,
             prompts=prompts,
-            format=ReplyFormat(tokenizer, config),
+            format=replies,
             limits=CallLimits(config),
             turn_messages=turn_messages,
             thinking=config.thinking,

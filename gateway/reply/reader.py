@@ -53,14 +53,15 @@ class ReplyFormat:
         self._special = frozenset(tokenizer.special.values())
         self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in _MARKUP)
         example = call_example(tokenizer)
-        self._style: CallStyle = "hermes"
+        self.style: CallStyle = "hermes"
+        """How calls are read."""
         if config.tool_parser in _STYLES:
-            self._style = config.tool_parser
+            self.style = config.tool_parser
         elif config.tool_parser == "auto":
-            self._style = next((s for s in _STYLES if self._reads(example, s)), "hermes")
-        self.reads_calls = self._reads(example, self._style)
+            self.style = next((s for s in _STYLES if self._reads(example, s)), "hermes")
+        self.reads_calls = self._reads(example, self.style)
         """A call as the chat template writes it is read as one."""
-        self.calls_once = self._style == "llama3_json"
+        self.calls_once = self.style == "llama3_json"
         """A reply holds one tool call at most."""
         self.call_close = CALL_CLOSE if CALL_CLOSE in chat_template else None
         """Text that ends a tool call; None: not known."""
@@ -99,7 +100,7 @@ class ReplyFormat:
                 reasoning=reads_thoughts,
                 starts_in_reasoning=opened and (is_json or THINK_CLOSE in grammar),
                 is_json=is_json,
-                style=style or self._style,
+                style=style or self.style,
                 offered=tools,
                 first_call=first_call,
             )

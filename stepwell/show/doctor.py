@@ -2,7 +2,7 @@
 `stepwell doctor`.
 
     this machine      Python, packages, torch and its device, a Ray that starts, disk
-    a configuration   all that `stepwell train` checks; model and tokenizer, the chat template
+    a configuration   all that `stepwell train` checks; tokenizer, chat template, calls of tools
     a live run        the same, and that gateway and engines answer
     a run's folder    the files that a run goes on from, and what became of its score
 
@@ -40,7 +40,9 @@ from stepwell.cluster.ray import connected
 from stepwell.config.run import RunConfig
 from stepwell.datapool.errors import DataPoolError
 from stepwell.errors import RunUnavailableError
+from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.reply.reader import ReplyFormat
 from stepwell.gateway.tokens.graph import Turn
 from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
@@ -114,6 +116,7 @@ def examine(config: RunConfig | None, run: RunFile | None, folder: Path) -> Iter
             model, path = run.found(model), run.found(path)
         checks.append(("tokenizer", lambda: tokenizer(path, Path(model))))
         checks.append(("template", lambda: chat_template(path)))
+        checks.append(("tools", lambda: tool_calls(path, config.gateway)))
         if config.engine.is_attached and run is None:
             checks.append(("engine", lambda: engines(config.engine, attached(config.engine))))
     if run is not None:
@@ -357,8 +360,33 @@ def chat_template(path: str) -> Iterator[Finding]:
             "none is needed where the template drops or adds thoughts; else take the model's own",
         )
         return
-    tools = "" if renderer.shows_tools else "; it leaves tools out"
-    yield Finding("template", "ok", f"a second turn extends the first, {len(new)} tokens{tools}")
+    yield Finding("template", "ok", f"a second turn extends the first, {len(new)} tokens")
+
+
+def tool_calls(path: str, gateway: GatewayConfig) -> Iterator[Finding]:
+    """The gateway reads calls of tools as the template writes them."""
+    known = ChatTokenizer.load(path)
+    replies = ReplyFormat(known, gateway)
+    if gateway.tool_parser == "none":
+        yield Finding("tools", "ok", "calls of tools are text: gateway.tool_parser is none")
+    elif not ChatRenderer(known).shows_tools:
+        yield Finding(
+            "tools",
+            "warning",
+            "the template leaves tools out",
+            "none is needed where agents have no tools; else take the model's own",
+        )
+    elif not replies.reads_calls:
+        yield Finding(
+            "tools",
+            "warning",
+            "calls of tools as the template writes them are none that gateway.tool_parser "
+            f"{gateway.tool_parser} reads: agents get them as text",
+            "none is needed where agents have no tools; else take a model that writes calls as "
+            "Qwen, Hermes or Llama 3 do",
+        )
+    else:
+        yield Finding("tools", "ok", f"calls of tools are read as {replies.style}")
 
 
 def files(folder: Path) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,7 +20,16 @@ from stepwell.gateway.config import ChannelSampling
 from stepwell.gateway.dialects.openai_chat import ChatParams, OpenAIChat
 from stepwell.gateway.errors import RequestError
 from tests.builders import until
-from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, eos_id, log_prob
+from tests.gateway.conftest import (
+    FAMILIES,
+    QWEN3,
+    Family,
+    Sampled,
+    World,
+    eos_id,
+    log_prob,
+    save_tokenizer,
+)
 
 THINKER = QWEN3.replace(
     "{{- '<|im_start|>assistant\\n' }}{%- endif %}\n",
@@ -678,6 +688,20 @@ async def test_a_template_without_turn_close_goes_on_in_branches(worlds: Any) ->
     await client.chat.completions.create(model="m", messages=messages)
     assert world.stored()[1].metadata["branch"] == "no_turn_close"
     world.check_exact()
+
+
+async def test_a_gateway_that_cannot_read_its_models_calls_of_tools_says_so(
+    worlds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await worlds()
+    assert "agents get them as text" not in caplog.text
+    save_tokenizer(tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<tool_call>", "[TOOL_CALLS]"))
+    await worlds(str(tmp_path), tool_parser="none")
+    assert "agents get them as text" not in caplog.text, "it was asked for"
+    await worlds(str(tmp_path))
+    assert "agents get them as text" in caplog.text
 
 
 async def test_the_models_endpoint_lists_the_served_model(world: Any) -> None:

@@ -95,6 +95,22 @@ def test_a_template_whose_turns_do_not_extend_each_other_is_told(
     assert words in found.text
 
 
+def test_calls_of_tools_that_the_gateway_does_not_read_are_told(model: Path) -> None:
+    config = load_config("quickstart").gateway
+    (found,) = doctor.tool_calls(str(MODEL), config)
+    assert (found.state, found.text) == ("ok", "calls of tools are read as hermes")
+    (found,) = doctor.tool_calls(str(MODEL), config.model_copy(update={"tool_parser": "none"}))
+    assert (found.state, "gateway.tool_parser" in found.text) == ("ok", True)
+    template = model / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text(text.replace("<tool_call>", "[TOOL_CALLS]"))
+    (found,) = doctor.tool_calls(str(model), config)
+    assert (found.state, "agents get them as text" in found.text) == ("warning", True)
+    template.write_text(text.replace("f.name", "''"))
+    (found,) = doctor.tool_calls(str(model), config)
+    assert (found.state, found.text) == ("warning", "the template leaves tools out")
+
+
 def test_a_tokenizer_without_a_configuration_beside_it_is_taken_as_it_is(model: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         (model / name).unlink()
