@@ -519,7 +519,7 @@ class Dashboard:
         kept; else of the pool, a sample, or the archive. A page asks for the messages of later
         steps when they are looked at; a program, for `whole` ones."""
         found = await self._find(channel, trajectory_uid, step)
-        trajectory, row = found.trajectory, None
+        trajectory, archived, row = found.trajectory, found.archived or {}, None
         tree = await asyncio.to_thread(
             shown, trajectory, found.columns, self._decode, whole=whole is not None
         )
@@ -530,10 +530,10 @@ class Dashboard:
         return {
             "trajectory_uid": trajectory_uid,
             "prompt_uid": trajectory.prompt_uid,
-            "channel": found.channel or channel or TRAIN,
+            "channel": found.channel or archived.get("channel") or channel or TRAIN,
             "attempt": trajectory.attempt,
             "metadata": trajectory.metadata,
-            "reward": (found.archived or {}).get("reward", trajectory.reward),
+            "reward": archived.get("reward", trajectory.reward),
             "running": self._running(trajectory_uid),
             "step": found.step,
             "row": row,

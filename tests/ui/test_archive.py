@@ -11,7 +11,7 @@ import pytest
 
 from stepwell.datapool.files.archive.reader import ArchiveReader
 from stepwell.datapool.ops import AbortTrajectory
-from stepwell.datapool.types import Step
+from stepwell.datapool.types import TRAIN, Step
 from stepwell.gateway.ui import dashboard
 from tests.ui.demo import Demo, archive_all, demo, fill, in_order, show_picture
 
@@ -112,7 +112,19 @@ async def test_prompts_that_come_meanwhile_neither_double_nor_skip_others(
         assert "pass that of the page before" in refused.text
 
 
-async def answered(shown: Demo, uid: str) -> None:
+@pytest.mark.parametrize("is_archived", [False, True])
+async def test_what_has_left_another_channel_is_of_that_one(
+    shown: Demo, http: httpx.AsyncClient, is_archived: bool
+) -> None:
+    await answered(shown, "judged", "val")
+    await shown.pool.drop_group("judged", "enough", "val")
+    if is_archived:
+        await archive_all(shown)
+    told = await ok(http, "trajectory", trajectory_uid="judged")
+    assert told["archived"]["channel"] == told["channel"] == "val"
+
+
+async def answered(shown: Demo, uid: str, channel: str = TRAIN) -> None:
     """A trajectory of a group of its own, with one step."""
     step = Step(
         prompt_ids=[1],  # type: ignore[arg-type]
@@ -121,8 +133,8 @@ async def answered(shown: Demo, uid: str) -> None:
         prompt_uid=uid,
         metadata={"messages": [{"role": "user", "content": f"question of {uid}"}]},
     )
-    await shown.pool.submit_steps([step])
-    await shown.pool.complete_trajectory(uid, 1.0)
+    await shown.pool.submit_steps([step], channel)
+    await shown.pool.complete_trajectory(uid, 1.0, channel=channel)
 
 
 async def test_a_group_of_which_only_what_came_late_is_kept_has_its_page(

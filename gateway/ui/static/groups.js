@@ -89,7 +89,7 @@ function Gone({ about, params }) {
     <${Failure} error=${error} />
     <${Looked} looked=${data?.looked} />
     <${Card} aside=${data && html`<small>${data.total}</small>`}><${Table} label="Groups that left the pool" rows=${data?.items ?? []} busy=${!data && !error} failed=${error} order=${ordered(params)}
-      empty="The pool remembers no such event." columns=${[
+      empty="Since it was started the pool remembers no such event; what left it before is under Archive." columns=${[
         ["When", (e) => when(e.time), "", "time"],
         ["First message", (e) => html`<a class="talk" href=${link("group", { prompt_uid: e.prompt_uid, channel: e.channel })}><span>${e.first ?? "no text yet, or none was kept"}</span></a>`, "", "first"],
         ["Trajectory", (e) => e.trajectory_uid && html`<${Uid} page="trajectory" uid=${e.trajectory_uid} channel=${e.channel} />`, "", "uid"],
