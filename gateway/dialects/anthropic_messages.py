@@ -205,7 +205,8 @@ class AnthropicMessages(Dialect):
             if not isinstance(choice.name, str):
                 raise wrong("tool_choice.name", choice.name, "send the name of a tool")
             forced_tool = must_call(tools, choice.name, "tool_choice.name")
-        system = [] if params.system in (None, []) else [_system(params.system, "system")]
+        about = "" if params.system is None else _plain_text(params.system, "system")
+        system: list[Message] = [{"role": "system", "content": about}] if about else []
         messages, prefill = _messages(items, known)
         if prefill and forced_tool is not None:
             raise RequestError(
@@ -420,10 +421,6 @@ class ReadTools(NamedTuple):
 # -- messages --------------------------------------------------------------------------------
 
 
-def _system(content: Any, where: str) -> Message:
-    return {"role": "system", "content": _plain_text(content, where)}
-
-
 def _messages(sent: list[Any], known: Known) -> tuple[list[Message], str]:
     """The conversation, and the beginning of the reply if the last message is the assistant's."""
     messages: list[Message] = []
@@ -437,7 +434,8 @@ def _messages(sent: list[Any], known: Known) -> tuple[list[Message], str]:
             turn.end()
             turn = None
         if role == "system":
-            messages.append(_system(content, f"{where}.content"))
+            said = _plain_text(content, f"{where}.content")
+            messages.append({"role": "system", "content": said})
         elif role == "user":
             messages += _user(content, f"{where}.content", known)
         elif role == "assistant":

@@ -347,6 +347,13 @@ async def test_system_messages_may_come_anywhere(wire: Wire) -> None:
     wire.world.check_exact()
 
 
+async def test_a_system_prompt_without_text_is_none(wire: Wire) -> None:
+    for i, system in enumerate((..., None, "", [], [text("")])):
+        await wire.post(f"/t{i}/p1/v1/messages", system=system)
+    assert {sent_prompt(wire.world, i) for i in range(5)} == {sent_prompt(wire.world)}
+    assert "system" not in sent_prompt(wire.world)
+
+
 async def test_omitted_thinking_needs_not_come_back_where_its_turn_is_known(wires: Any) -> None:
     wire = await wires(family="qwen3")
     wire.world.say("<think>\na secret plan\n</think>\n\n" + call_text(expression="1"))
