@@ -403,6 +403,24 @@ async def test_an_evaluation_of_an_agent_that_never_works_names_the_cause(
     assert str(e.value).startswith(cause)
 
 
+async def test_a_harness_that_fails_is_named_by_its_key_and_its_own_log(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    harness = {"command": ["sh", "-c", "exit 4"], "grade": {"command": ["true"]}}
+    options = {"agent": None, "harness": harness, "n": 2, "max_attempts": 1}
+    async with producer_of(rig, 1, notify=told.append, **options) as producer:
+        with pytest.raises(RolloutError, match=r": rollout\.harness finished none of 2"):
+            await producer.evaluate([{"question": "?", "instance_id": "v"}], 2, "val")
+        await rig.generate(producer)
+    assert told
+    for line in told:
+        assert "HarnessError: exit status 4" in line
+        assert "rollout.harness" in line
+        assert "logs/harness has what it printed" in line
+    assert "Traceback" not in caplog.text, "it is of our own lines"
+
+
 async def test_rollouts_that_take_too_long_name_the_limit_and_its_remedy(rig: Rig) -> None:
     told: list[str] = []
     options = {"agent": f"{__name__}:hangs", "n": 4, "concurrency": 1, "max_attempts": 1}

@@ -36,6 +36,8 @@ from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGro
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, SFT, TRAIN
 from stepwell.trainer.config import RolloutConfig
+from stepwell.trainer.config.environment import ENVIRONMENT
+from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.data import PromptSource, Task, slug
 from stepwell.trainer.data.tasks import without_pictures
 from stepwell.trainer.errors import DataExhaustedError, RolloutError
@@ -278,9 +280,8 @@ class Producer(GroupProducer):
             await asyncio.gather(*running, return_exceptions=True)
         if own := _by_own_error(all_ends):
             raise RolloutError(
-                f"{self._common_causes(own)}: rollout.agent = {self._config.agent} finished none "
-                f"of {all_ends.total()} evaluation rollouts; {_remedy(own)}, and run the same "
-                "command again"
+                f"{self._common_causes(own)}: {self._named} finished none of {all_ends.total()} "
+                f"evaluation rollouts; {_remedy(own)}, and run the same command again"
             )
         return uids
 
@@ -460,11 +461,11 @@ class Producer(GroupProducer):
             return
         self._lost_in_a_row += 1
         self._causes.update(own)
-        agent, causes = f"rollout.agent = {self._config.agent}", self._common_causes(self._causes)
+        agent, causes = self._named, self._common_causes(self._causes)
         if LOST not in self._shown:
             self._shown |= {LOST, *map(_kind, ends)}
             self._notify_user(
-                f"{causes}: {agent} lost all rollouts of {prompt_uid}; {_look(own)}; "
+                f"{causes}: {agent} lost all rollouts of {prompt_uid}; {self._look(own)}; "
                 f"{LOST_IN_A_ROW} such groups in a row end the run"
             )
         if self._lost_in_a_row >= LOST_IN_A_ROW and self._causes.total() >= FAILED_IN_A_ROW:
@@ -484,8 +485,8 @@ class Producer(GroupProducer):
             self._shown.add(_kind(end))
             self._notify_user(
                 f"{self._meaning(end)}: {ends[end]} of {sum(ends.values())} rollouts of "
-                f"{prompt_uid} ended so (rollout.agent = {self._config.agent}); {_look([end])}; "
-                "later ones of this kind are only counted"
+                f"{prompt_uid} ended so ({self._named}); {self._look([end])}; later ones of this "
+                "kind are only counted"
             )
 
     def _common_causes(self, causes: Counter[str]) -> str:
@@ -500,6 +501,20 @@ class Producer(GroupProducer):
         if (harness := self._config.harness) is not None:
             return f"timeout (rollout.harness.timeout_s is {harness.timeout_s:g})"
         return f"timeout (rollout.timeout_s is {self._config.timeout_s:g})"
+
+    @property
+    def _named(self) -> str:
+        """The agent by its key in the configuration."""
+        agent = self._config.agent
+        return f"rollout.{agent}" if agent in (HARNESS, ENVIRONMENT) else f"rollout.agent = {agent}"
+
+    def _look(self, own: Iterable[str]) -> str:
+        """The place to look at, or the remedy: ends without an error have no traceback."""
+        if {*own} <= {TIMEOUT, NO_STEPS, CLOSED}:
+            return _remedy(own)
+        if self._config.harness is not None:
+            return "logs/harness has what it printed"
+        return "the worker's log has the traceback"
 
     async def _run_group(
         self, number: int, task: Task, prompt_uid: str, n: int, channel: str
@@ -568,13 +583,6 @@ def _remedy(own: Iterable[str]) -> str:
     if {*own} == {CLOSED}:
         return "raise it, or rollout.concurrency, or have fewer rollout.max_outstanding_groups"
     return "raise it, or make the agent faster" if {*own} == {TIMEOUT} else "correct the agent"
-
-
-def _look(own: Iterable[str]) -> str:
-    """The place to look at, or the remedy: ends without an error have no traceback."""
-    if {*own} <= {TIMEOUT, NO_STEPS, CLOSED}:
-        return _remedy(own)
-    return "the worker's log has the traceback"
 
 
 def new_uid(task: Task) -> str:

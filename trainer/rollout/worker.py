@@ -50,7 +50,14 @@ from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import ENDS, InfrastructureError, RolloutError, first_of, shown
+from stepwell.trainer.errors import (
+    ENDS,
+    HarnessError,
+    InfrastructureError,
+    RolloutError,
+    first_of,
+    shown,
+)
 from stepwell.trainer.plain import plain_text
 from stepwell.trainer.rollout.agents import Agent, agent_of_workers, is_generate, load_agent
 from stepwell.trainer.rollout.gateway import (
@@ -344,9 +351,11 @@ class RolloutWorker:
         return end
 
     def _why_failed(self, error: BaseException, base_url: str) -> str:
-        """Return the error of an agent as a reason; log the traceback of the first from a place."""
+        """Return the error of an agent as a reason; log the traceback of the first from a place. An
+        error of a harness has its words alone, unless a function of the user's is behind it."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        if (place := (frame.filename, frame.lineno)) not in self._traced:
+        is_told = isinstance(error, HarnessError) and error.__cause__ is None
+        if (place := (frame.filename, frame.lineno)) not in self._traced and not is_told:
             self._traced.add(place)
             log.warning("the first rollout that failed there", exc_info=error)
         # Without the rollout's own URL: the same failure of many rollouts is one reason.
