@@ -153,6 +153,7 @@ def test_the_gateway_sees_of_backends_only_the_client_of_engines_masks_pictures_
         "engines.connections",
         "engines.kinds",
         "errors",
+        "function_process",
         "masks",
         "pictures",
         "processes",

@@ -244,7 +244,7 @@ class _InProcesses(_Caller):
     async def call(self, timeout_s: float, call: str, args: tuple[Any, ...]) -> Any:
         process = await self._free.get()
         try:
-            return await in_thread(process.call, timeout_s, call, *args)
+            return await in_thread(process.score, timeout_s, call, *args)
         except asyncio.CancelledError:
             process.kill()
             raise

@@ -389,7 +389,7 @@ async def test_the_process_ends_with_its_owner_however_that_dies(
     function = write(HANGS_FOR_TWO)
     code = (
         "from stepwell.trainer.rewards.worker import RewardProcess\n"
-        f"RewardProcess({function!r}, {{}}).call(600, 'it', 'any', 'hang', None, "
+        f"RewardProcess({function!r}, {{}}).score(600, 'it', 'any', 'hang', None, "
         f"{{'dir': {str(tmp_path)!r}}})\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code])  # noqa: ASYNC220
