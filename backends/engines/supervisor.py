@@ -245,8 +245,9 @@ class Supervisor:
         except EngineStartError as e:
             self._error, self.state = e, "failed"
             log.error("%s", e)
-        except (OSError, ValueError) as e:
-            self._error, self.state = EngineStartError(f"the engine cannot run: {e}"), "failed"
+        except Exception as e:  # of a plug-in's code it may be any
+            why = str(e) if isinstance(e, OSError | ValueError) else f"{type(e).__name__}: {e}"
+            self._error, self.state = EngineStartError(f"the engine cannot run: {why}"), "failed"
             log.exception("the engine cannot run")
         finally:
             self._kill()

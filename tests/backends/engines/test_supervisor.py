@@ -202,6 +202,29 @@ def test_an_engine_that_is_long_in_starting_is_given_up_too(
         supervisor.stop()
 
 
+class Broken(EngineClient):
+    """An engine of somebody's package, whose code fails."""
+
+    @classmethod
+    def command_line(cls, config: EngineConfig, launch: commands.Launch) -> commands.CommandLine:
+        return commands.CommandLine([sys.executable, "-c", "import time; time.sleep(100)"])
+
+    async def check(self) -> None:
+        raise KeyError("health")
+
+
+def test_an_engine_whose_code_fails_is_not_taken_for_healthy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    config = EngineConfig(kind=f"{__name__}:Broken", model_path=tmp_path)
+    supervisor = Supervisor(config, tmp_path / "logs")
+    try:
+        with pytest.raises(EngineStartError, match=r"the engine cannot run: KeyError: 'health'"):
+            supervisor.start()
+        assert supervisor.state == "failed"
+    finally:
+        supervisor.stop()
+
+
 @pytest.mark.parametrize("behaviour", ["does not continue", "does not tell its version"])
 def test_an_engine_that_cannot_be_continued_is_restarted(tmp_path: Path, behaviour: str) -> None:
     """It would be up and serve nothing."""
