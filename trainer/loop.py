@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from copy import deepcopy
 from functools import partial
@@ -34,6 +34,7 @@ from stepwell.trainer.checkpoint import (
 from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import INTERRUPTED, StarvedError
+from stepwell.trainer.live import LOST
 from stepwell.trainer.metrics import Phases, traced
 from stepwell.trainer.publish.publisher import Publisher
 from stepwell.trainer.recording import Recorder
@@ -331,6 +332,14 @@ class Trainer:
         now = self._policy()
         found = [(e.step, e.version) for e in self.progress.evaluations]
         return self.validator.pins and (now.step, now.version) in found
+
+    def rank(self, evaluations: Iterable[Evaluation]) -> None:
+        """Score the checkpoints of the weights that were evaluated, but for those whose score is of
+        too little traffic to be compared."""
+        for evaluation in evaluations:
+            score = evaluation.comparable_score
+            if score is not None and evaluation.weights_step != LOST:
+                self.checkpoints.score(evaluation.weights_step, score)
 
     def close(self) -> None:
         self._compute.close()

@@ -55,7 +55,6 @@ from stepwell.track.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
-from stepwell.trainer.live import LOST
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
@@ -185,9 +184,8 @@ async def _train(
     def report() -> None:
         finished = trainer.validator.finished()
         display.evaluations(finished)
+        trainer.rank(finished)
         for e in finished:
-            if e.weights_step != LOST:
-                trainer.checkpoints.score(e.weights_step, e.score)
             metrics.evaluation(e.step, e.as_metrics())
             table = samples_path(config.run.dir, e.step)
             metrics.table(

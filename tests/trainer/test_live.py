@@ -284,6 +284,10 @@ async def test_versions_with_little_traffic_are_evaluated_together_and_not_compa
                 reward = float(i < 4 + version)
                 await brings(run.pool, channel=VAL, rewards=(reward,), version=version)
             found += await run.trainer.evaluate([])
+        run.trainer.checkpoints.folder.mkdir()
+        run.trainer.rank(found)
+        ranked = run.trainer.checkpoints.scores()
+    assert ranked == pytest.approx({2: 0.5, 3: 0.6, 4: 0.7, 5: 0.8}), "0 and 1 say too little"
     assert [e.score for e in found] == pytest.approx([0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
     pooled = [e.pooled for e in found if e.pooled is not None]
     assert [(p.rollouts, p.oldest_version) for p in pooled] == [
