@@ -81,7 +81,7 @@ class TrainedChannel:
     keeper: LeaseKeeper
     pool: DataPoolClient
     patience_s: float
-    """Seconds in which the groups of a lease must become ready (`trainer.starvation_timeout_s`)."""
+    """Seconds in which a further group must become ready (`trainer.starvation_timeout_s`)."""
     consumed: set[str] = field(default_factory=set)
     """prompt_uids of the batches since the last checkpoint."""
 
@@ -397,11 +397,17 @@ class Batches:
                 task.cancel()
 
     async def _take(self, channel: TrainedChannel, size: int) -> Sequence[Group] | None:
-        """`channel.take`; where it starves, with the causes and a table of where its groups are."""
-        try:
-            return await channel.take(size)
-        except StarvedError as e:
-            raise StarvedError(await self._why_starved(channel, size)) from e
+        """`channel.take`, again while more groups become ready; where it starves, with the causes
+        and a table of where its groups are."""
+        before = 0
+        while True:
+            try:
+                return await channel.take(size)
+            except StarvedError as e:
+                stats = await channel.pool.get_statistics(channel.name)
+                if (ready := stats["groups"]["ready"]) <= before:
+                    raise StarvedError(await self._why_starved(channel, size, stats)) from e
+                before = ready
 
     @property
     def _batch_size(self) -> int:
@@ -436,13 +442,14 @@ class Batches:
             "filters, or let sampling.max_refills end the run"
         )
 
-    async def _why_starved(self, channel: TrainedChannel, size: int) -> str:
+    async def _why_starved(
+        self, channel: TrainedChannel, size: int, stats: Mapping[str, Any]
+    ) -> str:
         """The causes, and a table of where the channel's groups are."""
-        stats = await channel.pool.get_statistics(channel.name)
         return (
             f"{await why_lost(channel.pool, channel.name, self.scorer, self._folder)}\n"
             f"no {size} groups became ready within "
-            f"trainer.starvation_timeout_s = {self._config.starvation_timeout_s:g} s\n"
+            f"trainer.starvation_timeout_s = {channel.patience_s:g} s\n"
             + _states(stats, self._filter.dropped)
         )
 

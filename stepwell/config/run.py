@@ -40,6 +40,8 @@ from stepwell.trainer.config import (
 from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.sampling import sft_channel, train_channel
 
+STARVATION_S = 600.0
+"""Seconds without a further ready group that end a run whose groups have no longer deadline."""
 SERVED_BYTES = 1_000_000_000
 """`pool.memory_limit_bytes` of `stepwell serve`, where it is null."""
 
@@ -229,6 +231,12 @@ class RunConfig(Section):
         back."""
         by_themselves = self.rollout.agent is None and self.algorithm.kind == "rl"
         return None if by_themselves else self.rollout.max_outstanding_groups
+
+    @property
+    def starvation_timeout_s(self) -> float:
+        """Seconds without a further ready group that end the run."""
+        longest = max(STARVATION_S, self.rollout.group_deadline_s)
+        return self.trainer.starvation_timeout_s or longest
 
     @property
     def only_scored(self) -> bool:

@@ -90,7 +90,7 @@ def build_trainer(
 
     def train_on(channel: str, producer: GroupProducer) -> None:
         keeper = LeaseKeeper(parts.pool, channel, config.pool.channel(channel).lease_s)
-        patience_s = config.trainer.starvation_timeout_s
+        patience_s = config.starvation_timeout_s
         channels.append(TrainedChannel(channel, producer, keeper, parts.pool, patience_s))
 
     looks: dict[str, Any] = {"folder": config.run.dir, "tokenizer_path": config.model.path}
@@ -141,7 +141,7 @@ def build_trainer(
         phases=phases,
         transport=transport_of(config, parts.placement, backend, notify),
         lends_memory=config.engine.release_memory,
-        patience_s=config.trainer.starvation_timeout_s,
+        patience_s=config.starvation_timeout_s,
         notify=notify,
     )
     batches = Batches(

@@ -18,6 +18,7 @@ from stepwell.config.load import load_config
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.selection import GroupInfo
 from stepwell.datapool.types import TRAIN
+from stepwell.trainer.batches import TrainedChannel
 from stepwell.trainer.config import SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.ledger import audit
@@ -567,6 +568,45 @@ async def test_a_batch_that_does_not_come_says_of_how_many_groups_it_is(tmp_path
     async with small_run(small_config(tmp_path, *keys), hold=lambda task, channel: never) as run:
         with pytest.raises(StarvedError, match=r"no 4 groups became ready within trainer\.starv"):
             await run.train()
+
+
+async def test_a_batch_is_waited_for_as_long_as_more_of_its_groups_become_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents may need longer for a batch than for a group."""
+    holds = {f"train{i}": asyncio.Event() for i in range(2, 200)}
+    config = small_config(tmp_path, "trainer.train_batch_size=4", "trainer.total_steps=1")
+    take, taken = TrainedChannel.take, 0
+
+    async def slow(channel: TrainedChannel, size: int) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == 2:
+            for i in (2, 3):
+                holds[f"train{i}"].set()
+        if taken == 3:
+            return await take(channel, size)
+
+        async def is_ready() -> bool:
+            return bool((await run.pool.get_statistics(TRAIN))["groups"]["ready"] == 2 * taken)
+
+        await until(is_ready)
+        raise StarvedError("too slow")
+
+    monkeypatch.setattr(TrainedChannel, "take", slow)
+    async with small_run(config, hold=lambda task, _: holds.get(task["instance_id"])) as run:
+        assert [r["groups"] for r in await run.train()] == [4]
+    assert taken == 3
+
+
+def test_groups_with_a_long_deadline_are_waited_for(tmp_path: Path) -> None:
+    """A harness has 39 minutes by default, and the run ended after 10."""
+    wait = small_config(tmp_path, "trainer.starvation_timeout_s=null").starvation_timeout_s
+    assert wait == 600
+    long = ("trainer.starvation_timeout_s=null", "rollout.group_deadline_s=2340")
+    assert small_config(tmp_path, *long).starvation_timeout_s == 2340
+    short = ("trainer.starvation_timeout_s=60", "rollout.group_deadline_s=2340")
+    assert small_config(tmp_path, *short).starvation_timeout_s == 60
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ class TrainerConfig(Section):
     log-probs into the run's folder `trained`, for the dashboard; 0 writes none."""
     sample_mb: int = Field(default=256, ge=1)
     """MiB of that folder; the oldest files go first."""
-    starvation_timeout_s: float = Field(default=600.0, gt=0)
-    """Without a ready group for this long the run stops and says what it waited for. A run whose
-    agents come by themselves waits for them without end."""
+    starvation_timeout_s: float | None = Field(default=None, gt=0)
+    """Without a further ready group for this long the run stops and says what it waited for. null:
+    600, or `rollout.group_deadline_s` if that is more. A run whose agents come by themselves waits
+    for them without end."""
