@@ -323,7 +323,7 @@ def test_one_prompt_in_several_environments_is_several(tmp_path: Path, name: str
 
 def test_a_prompt_in_one_environment_is_one_whatever_else_is_said_of_it(tmp_path: Path) -> None:
     source = PromptSource(jsonl(environments(tmp_path / "t.jsonl", {"index": 1}, {"index": 2})))
-    with pytest.raises(DataError, match=r"has one prompt alone, .* tasks with other prompts"):
+    with pytest.raises(DataError, match=r"has 1 prompt, .* tasks with other prompts"):
         source.hold_out()
 
 

@@ -121,8 +121,8 @@ class PromptSource:
                 first.setdefault(hashlib.sha256(_prompt(task).encode()).digest(), index)
         if len(first) < 2:
             raise DataError(
-                f"data.train ({describe(self._config)}) has one prompt alone, and without data.val "
-                "some are held out of it; add tasks with other prompts, or name some in data.val"
+                f"data.train ({describe(self._config)}) has 1 prompt, and without data.val some "
+                "are held out of it; add tasks with other prompts, or name some in data.val"
             )
         smallest = heapq.nsmallest(min(HELD_OUT, max(1, len(first) // 10)), first)
         held_out = [self._tasks[first[digest]] for digest in smallest]
