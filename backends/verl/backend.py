@@ -20,6 +20,7 @@ formulas (`trainer/`), the loop (verl).
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -236,10 +237,16 @@ class VerlBackend(TrainingBackend):
         pictures: Mapping[str, bytes] = NO_PICTURES,
     ) -> DataProto:
         """`convert` of leased groups, with their tasks. A greedy baseline rollout (ReMax) is
-        never trained and left out; `columns` are over `trained_steps(groups)`."""
+        never trained and left out; `columns` are over `trained_steps(groups)`. If each group has
+        the reward of one, it is verl's `reward_baselines` [B]."""
         tasks = {group.prompt_uid: group.metadata for group in groups}
         steps = trained_steps(groups)
-        return self.convert(steps, columns=columns, tasks=tasks, pictures=pictures)
+        data = self.convert(steps, columns=columns, tasks=tasks, pictures=pictures)
+        baselines = {g.prompt_uid: b for g in groups if (b := _baseline(g)) is not None}
+        uids = data.non_tensor_batch["uid"].tolist()
+        if baselines.keys() >= set(uids):
+            data.batch["reward_baselines"] = torch.tensor([baselines[uid] for uid in uids])
+        return data
 
 
 def trained_steps(groups: Sequence[Group]) -> list[Step]:
@@ -247,6 +254,13 @@ def trained_steps(groups: Sequence[Group]) -> list[Step]:
     nobody saw."""
     trained = [t for g in seen_groups(groups) for t in g.trajectories if not t.metadata.get(GREEDY)]
     return [step for t in trained for step in t.steps]
+
+
+def _baseline(group: Group) -> float | None:
+    """Mean reward of the greedy rollouts; None: none has one."""
+    greedy = [t.reward for t in group.trajectories if t.metadata.get(GREEDY)]
+    rewards = [reward for reward in greedy if reward is not None]
+    return math.fsum(rewards) / len(rewards) if rewards else None
 
 
 def seen_groups(groups: Sequence[Group]) -> list[Group]:
@@ -285,14 +299,16 @@ def compute_advantage(data: DataProto, estimator: str = "grpo", **options: Any) 
     """verl's advantages and returns of a batch with `rm_scores`, a trajectory counting once.
 
     `grpo` goes over trajectories, whatever rows they have, by verl's own rule: the last row of each
-    is normalised in its group and the others take its advantage. `gae` goes over rows. verl's other
-    estimators count every row as a rollout, so they are refused where a trajectory has several.
+    is normalised in its group and the others take its advantage. `gae` and `remax` go over rows.
+    verl's other estimators count every row as a rollout, so they are refused where a trajectory has
+    several.
 
     Args:
         options: verl's: `gamma`, `lam`, `norm_adv_by_std_in_grpo`, `config`.
 
     Raises:
-        BatchError: no rewards, or several rows per trajectory and an estimator that counts rows.
+        BatchError: no rewards, several rows per trajectory and an estimator that counts rows, or
+            `remax` of a batch in which a group has no reward of a greedy rollout.
     """
     require_verl()
     from verl.trainer.ppo.core_algos import AdvantageEstimator
@@ -305,11 +321,18 @@ def compute_advantage(data: DataProto, estimator: str = "grpo", **options: Any) 
     outputs = data.non_tensor_batch["output_index"]
     keys = _keys(data, [int(o) + len(data) * has for o, has in zip(outputs, trained, strict=True)])
     most = max(Counter(key.rsplit("_", 1)[0] for key in keys).values())
-    if most > 1 and estimator not in ("grpo", "gae"):
+    if estimator == "remax" and "reward_baselines" not in data.batch:
+        raise BatchError(
+            "estimator is 'remax' and the batch has no reward_baselines: each group needs a greedy "
+            f"rollout with a reward, a trajectory with metadata {{{GREEDY!r}: true}}"
+        )
+    if most > 1 and estimator not in ("grpo", "gae", "remax"):
         raise BatchError(
             f"estimator is {estimator!r}, which counts every row as a rollout, and a trajectory "
             f"has {most} rows; use grpo, or Stepwell's advantages (columns=)"
         )
+    if estimator == "gae" and options.get("config") is None:
+        options["config"] = {}  # verl asks it for use_pf_ppo
     for name in ("token_level_scores", "token_level_rewards"):
         if name not in data.batch:
             data.batch[name] = data.batch["rm_scores"]

@@ -8,6 +8,7 @@ import asyncio
 import copy
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +38,11 @@ from stepwell.backends.torch.backend import TorchBackend
 from stepwell.backends.torch.fsdp import full
 from stepwell.backends.verl.backend import VerlBackend, compute_advantage
 from stepwell.backends.verl.queue import put
-from stepwell.datapool.types import Group
+from stepwell.datapool.types import GREEDY, Group
+from stepwell.trainer.algorithms.advantages.base import baselined
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn
+from stepwell.trainer.algorithms.registry import ESTIMATORS
 from stepwell.trainer.config import AdvantageConfig, LossConfig
 from tests.backends.random_groups import VOCAB, random_groups, steps_of
 
@@ -143,6 +146,30 @@ def test_an_estimator_that_counts_rows_is_refused_unless_each_is_a_trajectory(
     first = [t.steps[0].trajectory_uid for g in GROUPS for t in g.trajectories if len(t.steps) == 1]
     single = [s for s in STEPS if s.trajectory_uid in first and s.reward is not None]
     assert "advantages" in compute_advantage(VerlBackend().convert(single), "rloo").batch.keys()  # noqa: SIM118
+
+
+def test_remax_takes_off_the_reward_of_each_groups_greedy_rollout(data: DataProto) -> None:
+    groups = [
+        replace(g, trajectories=(replace(g.trajectories[0], metadata={GREEDY: True}), *others))
+        for g in GROUPS
+        if (others := g.trajectories[1:])
+    ]
+    judged = baselined(groups, ESTIMATORS.load("remax"))
+    columns = compute_advantages(judged, AdvantageConfig(adv_estimator="remax")).columns
+    batch = VerlBackend().convert_groups(groups, columns=columns).batch
+    found = compute_advantage(VerlBackend().convert_groups(groups), "remax").batch["advantages"]
+    torch.testing.assert_close(
+        found * batch["response_mask"], batch["advantages"], rtol=2e-6, atol=2e-6
+    )
+    with pytest.raises(BatchError, match=r"no reward_baselines.*greedy_baseline"):
+        compute_advantage(data, "remax")
+
+
+def test_gae_goes_over_rows_and_wants_no_config_of_verls(data: DataProto) -> None:
+    data.batch["values"] = torch.zeros_like(data.batch["rm_scores"])
+    found = compute_advantage(data, "gae").batch
+    mask, reward = data.batch["response_mask"], data.batch["rm_scores"].sum(-1, keepdim=True)
+    torch.testing.assert_close(found["returns"] * mask, reward * mask)
 
 
 def test_no_reward_is_no_advantage() -> None:
