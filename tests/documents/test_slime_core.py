@@ -534,6 +534,21 @@ def test_a_state_that_could_not_be_made_is_made_again(tmp_path: Path) -> None:
             GenerateState(SimpleNamespace(**known))
 
 
+def test_an_engine_of_more_gpus_than_the_arguments_give_it_is_one_engine(tmp_path: Path) -> None:
+    """A semaphore of no engine would let no call through, for ever."""
+    GenerateState._made = None
+    names = "temperature top_p top_k max_response_len stop stop_token_ids skip_special_tokens"
+    known = dict.fromkeys((f"rollout_{name}" for name in names.split()), None)
+    engines = {"rollout_num_gpus": 1, "rollout_num_gpus_per_engine": 8}
+    state = GenerateState(
+        SimpleNamespace(
+            **known, **engines, hf_checkpoint=save_tokenizer(tmp_path), sglang_server_concurrency=4
+        )
+    )
+    assert not state.semaphore.locked()
+    GenerateState._made = None
+
+
 def test_arguments_that_nobody_reads_are_refused() -> None:
     with pytest.raises(RolloutError, match="only functions of slime's form are given args"):
         load_agent(f"{__name__}:agent", {"max_searches": 3})

@@ -341,11 +341,12 @@ def test_what_trains_nothing_is_left_out_and_said(
 ) -> None:
     aborted = SlimeSample(group_index=0, index=2, status=SlimeSample.Status.ABORTED)
     removed = answer_of(0, 3, None, remove_sample=True)
-    given = [answer_of(0, 0, 1.0), answer_of(0, 1, 0.0), aborted, removed]
+    half = answer_of(0, 4, None, status=SlimeSample.Status.ABORTED)
+    given = [answer_of(0, 0, 1.0), answer_of(0, 1, 0.0), aborted, removed, half]
     save(tmp_path, 0, [s.to_dict() for s in given])
     caplog.set_level(logging.WARNING)
     assert len(trained_on(tmp_path).steps[0]) == 4
-    assert "0.pt: 2 rollouts train nothing and are left out" in caplog.text
+    assert "0.pt: 3 rollouts train nothing and are left out" in caplog.text
 
 
 WRONG: dict[str, tuple[list[SlimeSample], str]] = {

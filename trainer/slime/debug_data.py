@@ -9,7 +9,7 @@
 Samples become Steps by their mask (`masked.py`): groups by `group_index`, or, where there is none,
 `rollout.n` samples in a row; a rollout's samples by `rollout_id`. Versions are those that samples
 say; one that says none is of the weights that it is trained from. What trains nothing (a mask of
-zeros, an aborted sample) has no Steps, is left out of its group and told in the log.
+zeros, an aborted sample without a reward) has no Steps, is left out and told in the log.
 
 Owns slime's form of a file. Does not own which file is which batch (`trainer/recording.py`).
 Sources: THUDM/slime 0.3.1, `slime/observability/rollout_data_utils.py`; commit 261ecee,
@@ -205,18 +205,19 @@ def _steps(
             steps += steps_of(sample, (), identity, len(steps))
         except (InvalidStepError, RolloutError) as e:
             raise _refused(path, number, f"cannot be trained: {e}") from e
-    if not steps:
+    last = branches[-1]
+    if not steps or (last.status is SlimeSample.Status.ABORTED and last.reward is None):
         return ()
     sampled = {"sampling_params": {"temperature": form.temperature}}
     steps = [replace(step, metadata={**step.metadata, **sampled}) for step in steps]
-    reward: Any = branches[-1].reward
+    reward: Any = last.reward
     if isinstance(reward, Mapping):
         reward = reward.get(form.reward_key)
     if not is_reward(reward):
         raise _refused(
             path,
             numbers[-1],
-            f"has the reward {branches[-1].reward!r:.80}; each trained one has a number, or a dict "
+            f"has the reward {last.reward!r:.80}; each trained one has a number, or a dict "
             f"with one under rollout.reward.reward_key = {form.reward_key!r}",
         )
     return (*steps[:-1], replace(steps[-1], reward=float(reward), is_last=True))

@@ -72,7 +72,7 @@ class GenerateState:
         self.args = args
         self.tokenizer = load_tokenizer(Path(args.hf_checkpoint), "GenerateState")
         self.processor = None
-        engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+        engines = max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * engines)
         self.sampling_params = sampling_params(args)
         self.reset()
