@@ -6,7 +6,7 @@ question's. Waiting holds nothing.
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -250,12 +250,16 @@ class FoundUid(NamedTuple):
     """None: the group itself."""
 
 
+FOUND: Final = 20
+"""Uids that are listed of those that begin alike."""
+
+
 class FindUids(Op[list[FoundUid]], frozen=True, array_like=True):
     """Groups and trajectories that are live or wait to be archived, whose uids begin so. Looks at
     every uid: for people who type the beginning of one."""
 
     start: Text
-    limit: Positive = 20
+    limit: Positive = FOUND
 
 
 QUESTIONS: tuple[type[Op[Any]], ...] = (

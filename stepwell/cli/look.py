@@ -271,7 +271,10 @@ def _show(args: argparse.Namespace) -> None:
         )
     opened = asyncio.run(open_trajectory(args.uid, args.where))
     if isinstance(opened, Several):
-        answer(args, {"trajectories": opened.items}, lambda _: rows_screen(opened.items))
+        told = {"trajectories": opened.items, "may_be_more": opened.may_be_more}
+        answer(args, told, lambda _: rows_screen(opened.items))
+        if opened.may_be_more and not args.json:
+            print_line("… perhaps more begin so: give more of the uid")
         return
     if args.tokens and not args.json:
         console().print(token_lines(opened), soft_wrap=True)

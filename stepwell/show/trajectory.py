@@ -33,6 +33,7 @@ from stepwell.datapool.files.export import read
 from stepwell.datapool.files.trained import TRAINED as FOLDER
 from stepwell.datapool.files.trained import with_rewards
 from stepwell.datapool.inspect.pages import ExportedTrajectory, GroupRow, TrajectoryRow
+from stepwell.datapool.questions import FOUND
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.run.folder import archive_folder
@@ -273,6 +274,8 @@ class Several(NamedTuple):
 
     items: list[dict[str, Any]]
     """Rows as lists of the archive have them."""
+    may_be_more: bool = False
+    """As many uids begin so as are looked for."""
 
 
 async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
@@ -296,7 +299,7 @@ async def open_trajectory(uid: str, where: str | None) -> Opened | Several:
         if found is None and (deleted is None or deleted.value != uid):
             rows = [*await begun(view.pool, uid), *await asyncio.to_thread(archive.find, uid)]
             items = {row["uid"]: row for row in rows}
-            found = Several([*items.values()]) if items else None
+            found = Several([*items.values()], len(items) >= FOUND) if items else None
         if isinstance(found, Several) and len(found.items) == 1:
             found = await _find(found.items[0]["uid"], view, archive)
         if found is None and deleted is not None:

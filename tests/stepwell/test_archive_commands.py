@@ -155,6 +155,25 @@ def test_what_is_live_is_opened_by_its_group_and_its_beginning(
     assert told(capsys, "show", "conversation-2", folder).startswith("conversation-2  open")
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_beginning_of_more_uids_than_are_listed_says_so(
+    tmp_path: Path, capsys: Capture, leaves: bool
+) -> None:
+    begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
+    run = Archived(tmp_path)
+    for i in range(25):
+        run.turn(f"talk-{i:02}", "hello", "Hi.")
+        if leaves:
+            run.pool("drop_group", f"p-talk-{i:02}", "enough")
+    run.pool.journal.close()
+    for start in ("talk-", "p-talk-"):
+        shown = told(capsys, "show", start, tmp_path)
+        assert shown.count("Hi.") == 20
+        assert "perhaps more begin so: give more of the uid" in shown
+        assert json.loads(told(capsys, "show", start, tmp_path, "--json"))["may_be_more"]
+    assert "perhaps" not in told(capsys, "show", "talk-0", tmp_path)
+
+
 def test_why_a_trajectory_without_a_step_is_gone_is_said(tmp_path: Path, capsys: Capture) -> None:
     begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
     run = Archived(tmp_path)

@@ -44,7 +44,7 @@ from stepwell.datapool.files.archive.folder import (
 )
 from stepwell.datapool.files.tombstones import Deletions, Kind, Tombstone, tombstone
 from stepwell.datapool.inspect.pages import ExportedTrajectory
-from stepwell.datapool.questions import DepartedRows
+from stepwell.datapool.questions import FOUND, DepartedRows
 from stepwell.datapool.store.picture_folder import read_picture
 from stepwell.datapool.store.segments import Row
 from stepwell.datapool.types import MAX_INT
@@ -430,9 +430,9 @@ class ArchiveReader:
 
     # -- one ---------------------------------------------------------------------------------
 
-    def find(self, uid: str, limit: int = 20) -> list[dict[str, Any]]:
-        """Rows of the trajectory, or of the group, with this uid, or whose uids begin with it, the
-        newest first; parts that came late are among them."""
+    def find(self, uid: str, limit: int = FOUND) -> list[dict[str, Any]]:
+        """Rows of the trajectory, or of the group, with this uid, or the first of those whose uids
+        begin with it, in their order; parts that came late are among them."""
         exact = self._ask("SELECT * FROM trajectories t WHERE uid = ? ORDER BY part", (uid,))
         if exact:
             return exact

@@ -15,7 +15,7 @@ from typing import Any
 from stepwell.datapool.files.archive.conversations import ends_texts
 from stepwell.datapool.files.archive.reader import waiting
 from stepwell.datapool.inspect.pages import TrajectoryRow
-from stepwell.datapool.questions import FindUids, FoundUid, ReadDeparted, ReadEnds
+from stepwell.datapool.questions import FOUND, FindUids, FoundUid, ReadDeparted, ReadEnds
 from stepwell.datapool.remote.client import DataPoolClient
 
 LISTED = 1000
@@ -24,7 +24,7 @@ TEXTS = 100
 """Trajectories of which one answer has the first and the last step."""
 
 
-async def begun(pool: DataPoolClient, start: str, limit: int = 20) -> list[dict[str, Any]]:
+async def begun(pool: DataPoolClient, start: str, limit: int = FOUND) -> list[dict[str, Any]]:
     """Rows of live and waiting trajectories whose uids begin so; if there are none, of those whose
     groups' do."""
     found: list[FoundUid] = await pool.call(FindUids(start, limit)) if start else []

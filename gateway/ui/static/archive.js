@@ -5,6 +5,8 @@ import { amend, get, link, usePages } from "./api.js";
 import { Card, Chip, Empty, Failure, Field, Loading, SAID, Said, Select, Table, Tabs, Uid, inOrder, number, ordered, useKeys, when } from "./parts.js";
 
 const NONE = /** @type {Row[]} */ ([]);
+/** Uids that are listed of those that begin alike. */
+const LISTED = 20;
 const submitted = (/** @type {Event} */ event) => event.preventDefault();
 
 const COLUMNS = /** @type {Column[]} */ ([
@@ -111,5 +113,6 @@ export function Find({ params }) {
   if (!found) return html`<${Loading} />`;
   if (found.deleted && !found.items.length) return html`<p class="notice warn">${found.deleted.uid} was deleted at ${when(found.deleted.at)}; nothing of it is kept.</p>`;
   return html`<div class="head"><h1><small>Begins with</small> <span class="uid">${uid}</span></h1></div>
-    <${Card}><${Table} label="Trajectories whose uid begins so" rows=${inOrder(found.items, order)} columns=${COLUMNS} order=${order} empty="Nothing begins so." /><//>`;
+    <${Card}><${Table} label="Trajectories whose uid begins so" rows=${inOrder(found.items, order)} columns=${COLUMNS} order=${order} empty="Nothing begins so." /><//>
+    ${found.items.length >= LISTED && html`<p class="fine">Perhaps more begin so: give more of the uid.</p>`}`;
 }
