@@ -40,7 +40,7 @@ from stepwell.run.folder import archive_folder
 from stepwell.show.archive import archive_rest
 from stepwell.show.run import RunView, open_run
 from stepwell.track.console import all_safe, safe
-from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.errors import ConfigError, shown
 
 STATES = {"ready": "green", "complete": "green", "held": "yellow", "leased": "cyan"}
 STATES |= {"aborted": "red", "dropped": "red", "trained": "cyan"}
@@ -456,12 +456,17 @@ def trajectory_screen(opened: Opened) -> RenderableType:
     if len(rows) > 1:
         lines += ["", *_tree(rows)]
     if tokens is None:
-        lines.append(Text("no tokenizer: token ids are shown", "yellow"))
+        what = "no tokenizer: messages are shown, and token ids where none were kept"
+        lines.append(Text(what, "yellow"))
     for step in steps:
         lines += ["", _step_title(step)]
-        lines += _block(_texts(step.prompt, tokens), MASKED, ("dim",))
+        both = _texts(step.prompt, tokens), _texts(step.response, tokens)
+        if tokens is None and step.messages:
+            *before, reply = map(_said, step.messages)
+            both = iter("\n".join(before)), iter([reply])
+        lines += _block(both[0], MASKED, ("dim",))
         lines += _block(
-            _texts(step.response, tokens),
+            both[1],
             TRAINED if step.trained else MASKED,
             SHADES if step.trained else ("dim",),
         )
@@ -482,6 +487,8 @@ class _StepView(NamedTuple):
     prompt: Sequence[int]
     """Tokens of the prompt that follow those of the step before."""
     response: Sequence[int]
+    messages: Sequence[Mapping[str, Any]]
+    """Messages of both, if they were kept."""
 
 
 def _steps(rows: Sequence[Row]) -> list[_StepView]:
@@ -502,9 +509,24 @@ def _steps(rows: Sequence[Row]) -> list[_StepView]:
                     n_prompt=start,
                     prompt=ids[step["prompt_start"] : start],
                     response=ids[start:end],
+                    messages=_messages(loads(step["metadata"]).get("messages")),
                 )
             before = step["step_index"]
     return list(found.values())
+
+
+def _messages(kept: Any) -> Sequence[Mapping[str, Any]]:
+    """The messages of a step; none of what an agent submitted in another form."""
+    is_list = isinstance(kept, list) and all(isinstance(each, dict) for each in kept)
+    return kept if is_list else ()
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """A message as a line or some: who says what, and calls which tools."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    said = [str(message.get("role"))]
+    said += [each if isinstance(each, str) else shown(each) for each in (content, calls) if each]
+    return ": ".join(said)
 
 
 def _step_title(step: _StepView) -> Rule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -172,6 +173,28 @@ def test_a_beginning_of_more_uids_than_are_listed_says_so(
         assert "perhaps more begin so: give more of the uid" in shown
         assert json.loads(told(capsys, "show", start, tmp_path, "--json"))["may_be_more"]
     assert "perhaps" not in told(capsys, "show", "talk-0", tmp_path)
+
+
+def test_what_was_said_is_shown_where_no_tokenizer_is(tmp_path: Path, capsys: Capture) -> None:
+    """In a file, and in a run whose model was removed."""
+    model = shutil.copytree(load_config("quickstart").model.path, tmp_path / "model")
+    folder, file = tmp_path / "mine", tmp_path / "x.jsonl"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", f"model.path={model}"]))
+    run = Archived(folder)
+    run.turn("talk", "what is 東京?\nsay", "a city")
+    for uid, kept in {"odd": {"messages": "text"}, "none": {}}.items():
+        run.pool("submit_step", step_of(uid, uid, 0, metadata=kept, response_ids=[6]))
+    run.pool.journal.close()
+    shutil.rmtree(model)
+    told(capsys, "data", "export", file, folder)
+    for where in (folder, file):
+        shown = told(capsys, "show", "talk", where)
+        assert "· user: what is 東京?" in shown
+        assert "· say" in shown
+        assert "█ assistant: a city" in shown
+        for uid in ("odd", "none"):
+            assert "█ 6" in told(capsys, "show", uid, where)
 
 
 def test_why_a_trajectory_without_a_step_is_gone_is_said(tmp_path: Path, capsys: Capture) -> None:
