@@ -438,8 +438,11 @@ def _remembered(request: Request) -> dict[str, Any]:
 
 
 async def models(request: Request) -> Response:
-    """The one model that is served, with its context length in tokens."""
-    return OrjsonResponse({"object": "list", "data": [await _served(request)]})
+    """The one model that is served, with its context length in tokens, as OpenAI and Anthropic list
+    models."""
+    served = await _served(request)
+    page = {"has_more": False, "first_id": served["id"], "last_id": served["id"]}
+    return OrjsonResponse({"object": "list", "data": [served], **page})
 
 
 async def model(request: Request) -> Response:
@@ -456,13 +459,10 @@ async def model(request: Request) -> Response:
 
 async def _served(request: Request) -> dict[str, Any]:
     services = services_of(request)
-    return {
-        "id": services.config.served_model_name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "stepwell",
-        "max_model_len": await services.engine.context_length(),
-    }
+    name, context = services.config.served_model_name, await services.engine.context_length()
+    openai = {"object": "model", "created": 0, "owned_by": "stepwell", "max_model_len": context}
+    anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    return {"id": name, **openai, **anthropic, "max_input_tokens": context}
 
 
 # -- white-box -------------------------------------------------------------------------------

@@ -229,6 +229,18 @@ async def test_count_tokens(world: World) -> None:
     assert message.usage.input_tokens == counted.input_tokens
 
 
+async def test_the_served_model_has_what_the_sdk_says_of_one(worlds: Callable[..., Any]) -> None:
+    client = await connect(await worlds(served_model_name="Qwen/Qwen3-4B"))
+    page = await client.models.list()
+    assert [m async for m in client.models.list()] == page.data
+    (model,) = page.data
+    assert (model.id, model.display_name, model.type) == ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B", "model")
+    assert model.created_at.year == 1970
+    assert model.max_input_tokens == 4096
+    assert (page.has_more, page.first_id, page.last_id) == (False, model.id, model.id)
+    assert await client.models.retrieve(model.id) == model
+
+
 @pytest.mark.parametrize("credentials", [{"api_key": "k"}, {"api_key": None, "auth_token": "k"}])
 async def test_plain_urls_group_calls_by_conversation(world: World, credentials: Any) -> None:
     client = await connect(world, base_url=world.url, **credentials)
