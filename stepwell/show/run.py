@@ -23,7 +23,7 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import NoJournalError
 from stepwell.datapool.remote.stopped import stopped_pool
 from stepwell.gateway.ui.run_folder import RunFolder
-from stepwell.layout import RUN_FILE
+from stepwell.layout import RUN_FILE, WEIGHTS
 from stepwell.run.connection import connect
 from stepwell.run.find import find_run
 from stepwell.run.folder import (
@@ -64,10 +64,16 @@ class RunView:
         return self.files.records([step for step in self.files.steps() if step > 0][-RECENT:])
 
     def tokenizer_path(self) -> str | None:
-        """Path of the served model's tokenizer, from wherever this process is."""
+        """Path of the served model's tokenizer, from wherever this process is; where the model is
+        not there, of the same one beside published weights."""
         config = self.run.config
-        path = config.get("gateway", {}).get("tokenizer_path") or config["model"]["path"]
-        return self.run.found(path)
+        model = config["model"]["path"]
+        path = config.get("gateway", {}).get("tokenizer_path") or model
+        found = self.run.found(path)
+        if path != model or Path(found).is_dir():
+            return found
+        published = (self.folder / WEIGHTS).glob("v*/tokenizer.json")
+        return next((str(file.parent) for file in published), found)
 
 
 def choose_run(where: str | None) -> Path | str:

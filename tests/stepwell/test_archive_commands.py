@@ -197,6 +197,23 @@ def test_what_was_said_is_shown_where_no_tokenizer_is(tmp_path: Path, capsys: Ca
             assert "█ 6" in told(capsys, "show", uid, where)
 
 
+def test_a_run_on_a_machine_without_its_model_has_the_tokenizer_of_its_weights(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    model = shutil.copytree(load_config("quickstart").model.path, tmp_path / "model")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    begin(load_config("quickstart", [f"run.dir={folder}", f"model.path={model}"]))
+    run = Archived(folder)
+    run.turn("talk", "hello", "Hi.")
+    run.pool.journal.close()
+    here = told(capsys, "show", "talk", folder)
+    shutil.copytree(model, folder / "weights" / "v3")
+    shutil.rmtree(model)
+    assert told(capsys, "show", "talk", folder) == here
+    assert "no tokenizer" not in here
+
+
 def test_why_a_trajectory_without_a_step_is_gone_is_said(tmp_path: Path, capsys: Capture) -> None:
     begin(load_config("quickstart", [f"run.dir={tmp_path}", "run.name=mine"]))
     run = Archived(tmp_path)
