@@ -42,7 +42,7 @@ from tests.trainer.test_rollout import RecordingGateway, gateway
 __all__ = ["gateway", "one_thread", "scratch", "worlds"]
 
 WRITE = "echo 5 > answer"
-TASK = {"instance_id": "sum", "question": "Write 2 + 3 into the file answer.", "answer": "5"}
+TASK = {"instance_id": "sum", "question": "- Write 2 + 3 into the file answer.", "answer": "5"}
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -85,6 +85,7 @@ async def test_a_rollout_of_the_real_program_is_exact_and_one_branch(
     assert reward == 1.0, said.read_text()
     world.check_exact()
     steps = world.stored()
+    assert TASK["question"] in world.gateway.tokenizer.decode(steps[0].prompt_ids.tolist())
     assert [s.parent_index for s in steps] == [None, *range(len(steps) - 1)], said.read_text()
     assert len(steps) == len(REPLIES[name])
     assert not [*folder_of_worker(tmp_path / "s").iterdir()]

@@ -1,7 +1,8 @@
 """Harnesses that `rollout.harness` knows by name: their command lines, and what they need.
 
 Each speaks to the gateway in its own dialect, asks nobody, and sends no telemetry, titles and
-updates where it has a switch for that. Texts have the placeholders of `rollout.harness`. Tried with
+updates where it has a switch for that. A prompt that begins as an option does, a list for
+instance, is none. Texts have the placeholders of `rollout.harness`. Tried with
 the real programs by `make test-harness`. Does not own how they are run (`rollout/harness.py`).
 """
 
@@ -88,12 +89,13 @@ PRESETS: Final[Mapping[str, Preset]] = {
         (
             "claude",
             "-p",
-            "{task.prompt}",
             "--output-format",
             "json",
             "--model",
             "{model}",
             "--dangerously-skip-permissions",
+            "--",
+            "{task.prompt}",
         ),
         "npm install -g @anthropic-ai/claude-code",
         "Node 22 or later",
@@ -108,7 +110,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
     ),
     "codex": Preset(
         "Codex CLI",
-        ("codex", "exec", "--skip-git-repo-check", "--json", "{task.prompt}"),
+        ("codex", "exec", "--skip-git-repo-check", "--json", "--", "{task.prompt}"),
         "npm install -g @openai/codex",
         "Node 18 or later",
         env={"CODEX_HOME": "{home}/.codex", "STEPWELL_API_KEY": "{api_key}"},
@@ -116,7 +118,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
     ),
     "opencode": Preset(
         "opencode",
-        ("opencode", "run", "--model", "stepwell/{model}", "{task.prompt}"),
+        ("opencode", "run", "--model", "stepwell/{model}", "--", "{task.prompt}"),
         "npm install -g opencode-ai",
         "Node 18 or later",
         env={"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
@@ -124,7 +126,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
     ),
     "qwen_code": Preset(
         "Qwen Code",
-        ("qwen", "--yolo", "--output-format", "json", "-p", "{task.prompt}"),
+        ("qwen", "--yolo", "--output-format", "json", "--prompt={task.prompt}"),
         "npm install -g @qwen-code/qwen-code",
         "Node 22 or later",
         env={
@@ -136,7 +138,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
     ),
     "gemini_cli": Preset(
         "Gemini CLI",
-        ("gemini", "--yolo", "-m", "{model}", "--output-format", "json", "-p", "{task.prompt}"),
+        ("gemini", "--yolo", "-m", "{model}", "--output-format", "json", "--prompt={task.prompt}"),
         "npm install -g @google/gemini-cli",
         "Node 20 or later",
         env={
@@ -165,8 +167,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "--no-pretty",
             "--map-tokens",
             "0",
-            "--message",
-            "{task.prompt}",
+            "--message={task.prompt}",
         ),
         "uv tool install aider-chat   (or pip install aider-chat in an environment of its own)",
         "Python 3.10 to 3.12",
@@ -206,7 +207,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "stepwell",
             "--model",
             "{model}",
-            "{task.prompt}",
+            "\n{task.prompt}",  # it knows no "--", and takes "@…" for a file
         ),
         "npm install -g @earendil-works/pi-coding-agent",
         "Node 20 or later",
