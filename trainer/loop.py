@@ -33,7 +33,7 @@ from stepwell.trainer.checkpoint import (
 )
 from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import INTERRUPTED, StarvedError
+from stepwell.trainer.errors import INTERRUPTED, RolloutError, StarvedError
 from stepwell.trainer.live import LOST
 from stepwell.trainer.metrics import Phases, traced
 from stepwell.trainer.publish.publisher import Publisher
@@ -118,7 +118,10 @@ class Trainer:
                 await self.publisher.finish()
             except (asyncio.CancelledError, GeneratorExit) as e:
                 if isinstance(e, GeneratorExit) or e.args == (INTERRUPTED,):
-                    await self._save_interrupted()
+                    await self._save_ended()
+                raise
+            except (StarvedError, RolloutError):
+                await self._save_ended()
                 raise
             else:
                 if self.batches.consumed and not self._config.debug_rollout_only:
@@ -365,8 +368,9 @@ class Trainer:
         if self._interruption is not None:
             raise self._interruption
 
-    async def _save_interrupted(self) -> None:
-        """A checkpoint of where an interrupted run stands, unless a batch is half trained."""
+    async def _save_ended(self) -> None:
+        """A checkpoint of where a run stands that was interrupted, or for which no groups come any
+        more, unless a batch is half trained."""
         if not self.batches.consumed or self._untrained:
             return
         try:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from stepwell.datapool.types import VAL
-from stepwell.trainer.errors import INTERRUPTED
+from stepwell.trainer.batches import TrainedChannel
+from stepwell.trainer.errors import INTERRUPTED, RolloutError, StarvedError, TrainerError
 from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
 
 
@@ -61,6 +62,27 @@ async def test_an_interrupted_run_saves_the_batch_that_it_trains(tmp_path: Path)
         with pytest.raises(asyncio.CancelledError):
             await training
         assert run.trainer.checkpoints.steps() == [2]
+
+
+@pytest.mark.parametrize("error", [StarvedError, RolloutError])
+async def test_a_run_for_which_no_groups_come_any_more_saves_what_it_has_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[TrainerError]
+) -> None:
+    take, taken = TrainedChannel.take, 0
+
+    async def ends(channel: TrainedChannel, size: int) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken > 2:
+            raise error("the agent fails")
+        return await take(channel, size)
+
+    monkeypatch.setattr(TrainedChannel, "take", ends)
+    async with small_run(small_config(tmp_path)) as run:
+        with pytest.raises(error):
+            await run.train()
+        assert run.trainer.checkpoints.steps() == [2]
+        assert (await run.pool.get_statistics("train"))["groups"]["acked"] == 4
 
 
 async def test_an_interrupted_run_begins_no_evaluation(tmp_path: Path) -> None:
