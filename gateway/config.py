@@ -30,7 +30,19 @@ from stepwell.datapool.dotted import resolve
 from stepwell.gateway.errors import GatewayConfigError
 
 Thinking = Literal["preserve", "template"]
-ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "none"]
+ToolParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_coder",
+    "glm45",
+    "deepseekv3",
+    "deepseekv31",
+    "kimi_k2",
+    "minimax-m2",
+    "mistral",
+    "llama3_json",
+    "none",
+]
 ReasoningParser = Literal["auto", "think", "none"]
 
 
@@ -181,9 +193,12 @@ class GatewayConfig(Section):
     """`preserve` keeps past thinking in the prompt, token for token; `template` follows the chat
     template: where it strips past thinking, the conversation goes on as a branch."""
     tool_parser: ToolParser = "auto"
-    """Format of tool calls in the response: `hermes` is <tool_call>{json}</tool_call>,
-    `qwen3_coder` <tool_call> around <function=…><parameter=…>, `llama3_json` a bare JSON object.
-    `auto` is whichever of them reads a call as the chat template writes it, else `hermes`."""
+    """Format of tool calls in the response, by SGLang's names: `hermes` is
+    <tool_call>{json}</tool_call>, `qwen3_coder` <tool_call> around <function=…><parameter=…>,
+    `glm45` <tool_call> around <arg_key>…<arg_value>… (GLM-4.5 to 4.7), `deepseekv3` (R1, too),
+    `deepseekv31`, `kimi_k2` and `minimax-m2` the sections of those models, `mistral` [TOOL_CALLS]
+    before a JSON array or before NAME[ARGS]{json}, `llama3_json` a bare JSON object. `auto` is
+    whichever of them reads a call as the chat template writes it, else `hermes`."""
     reasoning_parser: ReasoningParser = "auto"
     """`think` returns <think>…</think> as `reasoning_content`; `auto` does so if the chat template
     mentions <think>."""

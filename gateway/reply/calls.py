@@ -1,8 +1,19 @@
-"""This module reads tool calls as models write them, so that agents get them as JSON.
+r"""This module reads tool calls as models write them, so that agents get them as JSON.
 
-    hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>       any number
+    hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
     qwen3_coder   <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+    glm45         <tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>
+    deepseekv3    <｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"x": 1}\n```
+                  <｜tool▁call▁end｜>
+    deepseekv31   <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>
+    kimi_k2       <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}
+                  <|tool_call_end|>
+    minimax-m2    <invoke name="f"><parameter name="x">1</parameter></invoke>
+    mistral       [TOOL_CALLS]f[ARGS]{"x": 1}  or  [TOOL_CALLS] [{"name": "f", "arguments": {…}}]
     llama3_json   {"name": "f", "parameters": {"x": 1}}   the reply begins with it; one
+
+The calls of DeepSeek, Kimi and MiniMax stand in a section with a beginning and an end of its own.
+Names are those of SGLang's `--tool-call-parser`.
 
 Pure: a text is a call or it is none. Does not own: where a call begins in a reply (`parser.py`).
 """
@@ -12,14 +23,25 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import urandom
 from typing import Any, Literal, TypeAlias
 
 from stepwell.gateway.tokens.messages import MOST_LEVELS, Tool, is_deep, may_nest, strict_json
 
-CallStyle: TypeAlias = Literal["hermes", "qwen3_coder", "llama3_json"]
+CallStyle: TypeAlias = Literal[
+    "hermes",
+    "qwen3_coder",
+    "glm45",
+    "deepseekv3",
+    "deepseekv31",
+    "kimi_k2",
+    "minimax-m2",
+    "mistral",
+    "llama3_json",
+]
 
 _arguments = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _UNREADABLE = (ValueError, RecursionError)
@@ -47,8 +69,12 @@ def numbered_id(n: int) -> str:
     return f"call_{n}"
 
 
-def make_call(name: Any, arguments: Any) -> ToolCall | None:
-    """A call of this name with these arguments, an object or its JSON; None: they make none."""
+def make_call(name: Any, arguments: Any, uid: str | None = None) -> ToolCall | None:
+    """A call of this name with these arguments, an object or its JSON; None: they make none.
+
+    Args:
+        uid: its id, of characters that can be sent; None: a random one.
+    """
     try:
         if isinstance(arguments, str):
             arguments = strict_json(arguments)
@@ -60,7 +86,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall | None:
             return None
     except _UNREADABLE:  # 1e999 is no JSON number, and half a surrogate pair cannot be sent on
         return None
-    return ToolCall(f"call_{urandom(12).hex()}", name, text)
+    return ToolCall(uid or f"call_{urandom(12).hex()}", name, text)
 
 
 def parse_call(body: str, *, bare: bool = False) -> ToolCall | None:
@@ -79,26 +105,45 @@ def parse_call(body: str, *, bare: bool = False) -> ToolCall | None:
     return make_call(call.get("name"), arguments)
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+_NAME = r"[^\s<>{}\[\]\"`]{1,128}"
+_CODER = (
+    re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL),
+    # The line breaks behind the opening and before the closing tag are markup.
+    re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL),
+)
+_GLM = (
+    re.compile(rf"\s*({_NAME})(.*)", re.DOTALL),
+    re.compile(r"\s*<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+)
+_MINIMAX = (
+    re.compile(r'"([^">\n]+)">(.*)', re.DOTALL),
+    re.compile(r'\s*<parameter name="([^">\n]+)">(.*?)</parameter>', re.DOTALL),
+)
 
 
-def parse_xml_call(body: str, tools: Sequence[Tool] | None) -> ToolCall | None:
+def parse_xml_call(
+    body: str,
+    tools: Sequence[Tool] | None,
+    tags: tuple[re.Pattern[str], re.Pattern[str]] = _CODER,
+) -> ToolCall | None:
     """The call in `<function=…><parameter=…>…</parameter></function>`, or None if it is none.
 
     Values are written without quotes; what they are, the tool's schema says.
+
+    Args:
+        tags: patterns of a call (its name, its parameters) and of a parameter (its name, its
+            value).
     """
-    if (function := _FUNCTION.fullmatch(body)) is None:
+    function_tag, parameter_tag = tags
+    if (function := function_tag.fullmatch(body)) is None:
         return None
     name, rest = function[1].strip(), function[2]
     schema = _parameters(name, tools)
     arguments: dict[str, Any] = {}
     at = 0
-    while (parameter := _PARAMETER.match(rest, at)) is not None:
+    while (parameter := parameter_tag.match(rest, at)) is not None:
         key = parameter[1].strip()
-        # The line breaks behind the opening and before the closing tag are markup.
-        value = parameter[2].removeprefix("\n").removesuffix("\n")
-        arguments[key] = _typed(value, schema.get(key))
+        arguments[key] = _typed(parameter[2], schema.get(key))
         at = parameter.end()
     return make_call(name, arguments) if not rest[at:].strip() else None
 
@@ -158,15 +203,154 @@ _KINDS: Mapping[type, frozenset[str]] = {
 """JSON types of the values that JSON and Python's literals make."""
 
 
-class ObjectScanner:
-    """Finds where the JSON object ends that a text begins with; reads every character once."""
+_SEPARATOR = "<｜tool▁sep｜>"
+_ARGUMENTS = "<|tool_call_argument_begin|>"
 
-    def __init__(self) -> None:
-        self._at = self._depth = 0
+
+def _parse_fenced_call(body: str) -> ToolCall | None:
+    """The call in `function<｜tool▁sep｜>NAME`, behind which a code block holds the arguments."""
+    _, _, rest = body.partition(_SEPARATOR)
+    name, _, arguments = rest.partition("```json")
+    return _named(name, arguments.rstrip().removesuffix("```"))
+
+
+def _parse_separated_call(body: str) -> ToolCall | None:
+    name, _, arguments = body.partition(_SEPARATOR)
+    return _named(name, arguments)
+
+
+def _parse_numbered_call(body: str) -> ToolCall | None:
+    """The call in `functions.NAME:0<|tool_call_argument_begin|>{…}`: the id that the model gave it
+    is what its chat template shows."""
+    uid, _, arguments = body.partition(_ARGUMENTS)
+    name, _, number = uid.rpartition(":")
+    if not (number.strip().isascii() and number.strip().isdigit()):
+        return None
+    return _named(name.strip().removeprefix("functions."), arguments, uid.strip())
+
+
+def _named(name: str, arguments: str, uid: str | None = None) -> ToolCall | None:
+    name = name.strip()
+    return make_call(name, arguments, uid) if re.fullmatch(_NAME, name) else None
+
+
+MISTRAL_HEAD = re.compile(
+    rf"\s*(?:({_NAME})(?:\[CALL_ID\]({_NAME}))?\[ARGS\]\s*(?=\{{)|(?=[\[{{]))"
+)
+"""Text before the JSON of a Mistral model's calls: a name, or nothing."""
+_MISTRAL_ID = re.compile("[a-zA-Z0-9]{9}")
+
+
+def _parse_mistral_calls(body: str) -> list[ToolCall]:
+    """The calls in `NAME[ARGS]{…}` or `[{"name": …, "arguments": {…}}, …]`. Chat templates take no
+    ids but those of nine letters and digits."""
+    if (head := MISTRAL_HEAD.match(body)) is None:
+        return []
+    sent: Any = [{"name": head[1], "arguments": body[head.end() :], "id": head[2]}]
+    if head[1] is None:
+        try:
+            sent = strict_json(body)
+        except _UNREADABLE:
+            return []
+    calls = []
+    for each in sent if isinstance(sent, list) else [sent]:
+        if not isinstance(each, dict):
+            return []
+        uid = each.get("id")
+        is_given = isinstance(uid, str) and _MISTRAL_ID.fullmatch(uid)
+        uid = uid if is_given else urandom(5).hex()[:9]
+        if (call := make_call(each.get("name"), each.get("arguments", {}), uid)) is None:
+            return []
+        calls.append(call)
+    return calls
+
+
+def _one(call: ToolCall | None) -> Sequence[ToolCall]:
+    return () if call is None else (call,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """Markup of a model's calls."""
+
+    opening: str
+    """Text that a call begins with; "": the reply is one."""
+    closing: str
+    """Text that a call ends with; "": its JSON ends it."""
+    read: Callable[[str, Sequence[Tool] | None], Sequence[ToolCall]]
+    """The calls in the text between, for tools with their schemas; none: it is no call."""
+    section: tuple[str, str] = ("", "")
+    """Texts that all calls of a reply stand between; it may lack them."""
+    inner: tuple[str, ...] = ()
+    """Further markup of a call that may be tokens."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Texts that a call may begin with; all have the same first character."""
+        return tuple(filter(None, (self.section[0], self.opening)))
+
+    @property
+    def markup(self) -> frozenset[str]:
+        return frozenset((self.opening, self.closing, *self.section, *self.inner))
+
+
+_TAGGED = partial(CallForm, opening="<tool_call>", closing="</tool_call>")
+_DEEPSEEK = partial(
+    CallForm,
+    opening="<｜tool▁call▁begin｜>",
+    closing="<｜tool▁call▁end｜>",
+    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    inner=(_SEPARATOR,),
+)
+CALL_FORMS: Mapping[CallStyle, CallForm] = {
+    "hermes": _TAGGED(read=lambda body, _: _one(parse_call(body))),
+    "qwen3_coder": _TAGGED(
+        read=lambda body, tools: _one(parse_xml_call(body, tools)),
+    ),
+    "glm45": _TAGGED(
+        read=lambda body, tools: _one(parse_xml_call(body, tools, _GLM)),
+        inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "deepseekv3": _DEEPSEEK(read=lambda body, _: _one(_parse_fenced_call(body))),
+    "deepseekv31": _DEEPSEEK(read=lambda body, _: _one(_parse_separated_call(body))),
+    "kimi_k2": CallForm(
+        opening="<|tool_call_begin|>",
+        closing="<|tool_call_end|>",
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        inner=(_ARGUMENTS,),
+        read=lambda body, _: _one(_parse_numbered_call(body)),
+    ),
+    "minimax-m2": CallForm(
+        opening="<invoke name=",
+        closing="</invoke>",
+        section=("<minimax:tool_call>", "</minimax:tool_call>"),
+        read=lambda body, tools: _one(parse_xml_call(body, tools, _MINIMAX)),
+    ),
+    "mistral": CallForm(
+        opening="[TOOL_CALLS]",
+        closing="",
+        inner=("[ARGS]", "[CALL_ID]"),
+        read=lambda body, _: _parse_mistral_calls(body),
+    ),
+    "llama3_json": CallForm(
+        opening="",
+        closing="",
+        inner=("<|python_tag|>",),
+        read=lambda body, _: _one(parse_call(body, bare=True)),
+    ),
+}
+
+
+class JsonScanner:
+    """Finds where the JSON object or array ends that a text holds; reads every character once."""
+
+    def __init__(self, at: int = 0) -> None:
+        """`at`: where it begins."""
+        self._at, self._depth = at, 0
         self._in_string = self._escaped = False
 
-    def end(self, text: str) -> int | None:
-        """Behind the closing brace; None: it is not there yet. `text` has grown since."""
+    def end(self, text: str) -> int:
+        """Behind the closing bracket; -1: it is not there yet. `text` has grown since."""
         while self._at < len(text):
             c = text[self._at]
             self._at += 1
@@ -176,10 +360,10 @@ class ObjectScanner:
                 self._in_string = not self._in_string
             elif self._in_string:
                 self._escaped = c == "\\"
-            elif c == "{":
+            elif c in "{[":
                 self._depth += 1
-            elif c == "}":
+            elif c in "}]":
                 self._depth -= 1
                 if self._depth == 0:
                     return self._at
-        return None
+        return -1

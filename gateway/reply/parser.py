@@ -3,6 +3,7 @@ streams tell what is certain and never take it back.
 
     text ──► stop strings cut ──► <think>…</think> ──► tool calls ──► ContentDelta | ReasoningDelta
                                                                       | ToolCall
+    call     [begin of the section] opening … closing   opening … closing [end of the section]
 
 Text that may still become a marker is held back until it is decided. What begins as a tool call and
 cannot be read as one, or is cut off, becomes content, character for character. Replies without
@@ -15,24 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import TypeAlias
 
 import msgspec
 
 from stepwell.gateway.reply.calls import (
+    CALL_FORMS,
+    MISTRAL_HEAD,
     CallStyle,
-    ObjectScanner,
+    JsonScanner,
     ToolCall,
     numbered_id,
-    parse_call,
-    parse_xml_call,
 )
 from stepwell.gateway.tokens.messages import Tool
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
 
@@ -91,18 +90,6 @@ class StopCutter:
         return held
 
 
-def _numbered(
-    read: Callable[[str], ToolCall | None], first: int
-) -> Callable[[str], ToolCall | None]:
-    numbers = count(first)
-
-    def numbered(text: str) -> ToolCall | None:
-        call = read(text)
-        return None if call is None else replace(call, id=numbered_id(next(numbers)))
-
-    return numbered
-
-
 class ReplyParser:
     """Reads `<think>` markup and tool calls, each if wanted.
 
@@ -127,15 +114,15 @@ class ReplyParser:
             offered: the tools, for what their schemas say of arguments.
             first_call: number of the first call; None: calls have random ids.
         """
-        bare = tools and style == "llama3_json"
-        self._tools = tools and not bare
+        self._form = form = CALL_FORMS[style]
+        self._openings = form.openings if tools else ()
+        bare = tools and not form.opening
         self._visible: _State = ReplyParser._bare_call if bare else ReplyParser._content
-        self._scanner: ObjectScanner | None = None
-        self._read_call: Callable[[str], ToolCall | None] = partial(parse_call, bare=bare)
-        if style == "qwen3_coder":
-            self._read_call = partial(parse_xml_call, tools=offered)
-        if first_call is not None:
-            self._read_call = _numbered(self._read_call, first_call)
+        self._offered = offered
+        self._numbers = None if first_call is None else count(first_call)
+        self._opened = ""
+        """Markup that the call being read begins with."""
+        self._scanner: JsonScanner | None = None
         self._state: _State = ReplyParser._start if reasoning else self._visible
         if reasoning and starts_in_reasoning:
             self._state = ReplyParser._json_or_reasoning if is_json else ReplyParser._reasoning
@@ -146,14 +133,13 @@ class ReplyParser:
     @property
     def n_held(self) -> int:
         """Characters at the end of the text that wait for what follows them."""
-        in_call = self._state is ReplyParser._call
-        return len(self._buffer) + (len(CALL_OPEN) if in_call else 0)
+        return len(self._buffer) + len(self._opened)
 
     def feed(self, text: str) -> list[Delta]:
         if (
             self._state is ReplyParser._content
             and not (self._buffer or self._after_call)
-            and not (self._tools and CALL_OPEN[0] in text)
+            and not (self._openings and self._openings[0][0] in text)
         ):
             return [ContentDelta(text)] if text else []  # as most of what models say
         self._buffer += text
@@ -213,50 +199,88 @@ class ReplyParser:
         if not final and not body:
             return False
         if body.startswith("{"):
-            self._scanner = self._scanner or ObjectScanner()
+            self._scanner = self._scanner or JsonScanner()
             end = self._scanner.end(body)
-            if end is None and not final:
+            if end < 0 and not final:
                 return False
-            if end is not None and (call := self._read_call(body[:end])) is not None:
-                self._deltas.append(call)
-                self._after_call = True
+            if end >= 0 and self._put_calls(body[:end]):
                 self._buffer = body[end:]
         self._state = ReplyParser._content
         return True
 
     def _content(self, final: bool) -> bool:
-        before, opened, after = self._buffer.partition(CALL_OPEN) if self._tools else ("", "", "")
-        if opened:
-            self._buffer, self._state = after, ReplyParser._call
-            text = before
+        found = ((at, o) for o in self._openings if (at := self._buffer.find(o)) >= 0)
+        at, opening = min(found, default=(0, ""))
+        if opening:
+            text, self._buffer = self._buffer[:at], self._buffer[at + len(opening) :]
+            self._opened = opening
+            in_section = opening == self._form.section[0]
+            self._state = ReplyParser._section if in_section else ReplyParser._call
         else:
-            text = self._take((CALL_OPEN,) if self._tools and not final else ())
-        if self._after_call and not text.strip():
-            # White space between calls is markup; what follows it tells, and at the end it is, too.
-            if not opened and not final:
+            text = self._take(() if final else self._openings)
+        if self._after_call:
+            # White space between calls and the end of their section are markup; what follows tells,
+            # and at the end white space is, too.
+            end = self._form.section[1]
+            while end and (body := text.lstrip()).startswith(end):
+                text = text[: -len(body)] + body[len(end) :]
+            body = text.lstrip()
+            if end.startswith(body) and not (opening or final):
                 self._buffer = text + self._buffer
-        else:
-            self._put(ContentDelta(text))
-        return bool(opened)
+                return False
+            text = text if body else ""
+        self._put(ContentDelta(text))
+        return bool(opening)
+
+    def _section(self, final: bool) -> bool:
+        """Decide whether a call follows the beginning of a section."""
+        body, opening = self._buffer.lstrip(), self._form.opening
+        if not final and opening.startswith(body):
+            return False
+        before, found, after = self._buffer.partition(opening)
+        if found and not before.strip():
+            self._opened += before + found
+            self._buffer, self._state = after, ReplyParser._call
+            return True
+        opened, self._opened, self._state = self._opened, "", ReplyParser._content
+        self._put(ContentDelta(opened))
+        return True
 
     def _call(self, final: bool) -> bool:
-        body, closed, after = self._buffer.partition(CALL_CLOSE)
-        if not closed and not final:
+        closing = self._form.closing
+        end = self._buffer.find(closing) if closing else self._json_end()
+        if end < 0 and not final:
             return False
-        call = self._read_call(body) if closed else None
-        if call is None:
-            self._put(ContentDelta(CALL_OPEN + body + closed))
-        else:
-            self._deltas.append(call)
-            self._after_call = True
-        self._buffer, self._state = after, ReplyParser._content
-        return bool(closed)
+        n = len(self._buffer) if end < 0 else end + len(closing)
+        text, self._buffer = self._buffer[:n], self._buffer[n:]
+        opened, self._opened, self._state = self._opened, "", ReplyParser._content
+        self._scanner = None
+        if end < 0 or not self._put_calls(text[:end]):
+            self._put(ContentDelta(opened + text))
+        return end >= 0
+
+    def _json_end(self) -> int:
+        """End of the JSON that ends a call; -1: it is not there yet."""
+        if self._scanner is None:
+            if (head := MISTRAL_HEAD.match(self._buffer)) is None:
+                return -1
+            self._scanner = JsonScanner(head.end())
+        return self._scanner.end(self._buffer)
 
     def _take(self, markers: Sequence[str]) -> str:
         """The buffer, but for its end if that may begin a marker."""
         n = len(self._buffer) - held_back(self._buffer, markers)
         text, self._buffer = self._buffer[:n], self._buffer[n:]
         return text
+
+    def _put_calls(self, body: str) -> bool:
+        """Put the calls that `body` makes, if any."""
+        calls = self._form.read(body, self._offered)
+        if self._numbers is not None:
+            calls = [replace(call, id=numbered_id(next(self._numbers))) for call in calls]
+        self._deltas += calls
+        self._after_call = self._after_call or bool(calls)
+        return bool(calls)
 
     def _put(self, delta: ContentDelta | ReasoningDelta) -> None:
         if delta.text:

@@ -4,8 +4,9 @@
                                         └── no stop strings, no markup: a delta as it stands
 
 Control tokens are no text: the turn close and other special tokens are hidden, except those that
-the parser reads (<tool_call>, <think>). How a model writes tool calls is found out by example: the
-style is the one in which a call reads back as the chat template wrote it.
+the parser reads (<think>, and <tool_call> or what else marks the model's calls). How a model writes
+tool calls is found out by example: the style is the one in which a call reads back as the chat
+template wrote it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,11 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
-from typing import get_args
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.reply.calls import CallStyle, ToolCall
+from stepwell.gateway.reply.calls import CALL_FORMS, CallStyle, ToolCall
 from stepwell.gateway.reply.parser import (
-    CALL_CLOSE,
-    CALL_OPEN,
     PYTHON_TAG,
     THINK_CLOSE,
     THINK_OPEN,
@@ -34,8 +32,8 @@ from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.tokens.render import CallExample, call_example
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer, TokenStream
 
-_STYLES: tuple[CallStyle, ...] = get_args(CallStyle)
-_MARKUP = {THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG}
+_SHOWN = {THINK_OPEN, THINK_CLOSE, PYTHON_TAG, *CALL_FORMS["hermes"].markup}
+"""Control tokens that are text in every reply."""
 _TAIL = 64
 """Prompt tokens decoded to see what the generation prompt already opened."""
 
@@ -51,19 +49,23 @@ class ReplyFormat:
             config.reasoning_parser == "auto" and THINK_OPEN in chat_template
         )
         self._special = frozenset(tokenizer.special.values())
-        self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in _MARKUP)
+        self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in _SHOWN)
+        self._hidden_in_calls = self._hidden
         example = call_example(tokenizer)
         self.style: CallStyle = "hermes"
         """How calls are read."""
-        if config.tool_parser in _STYLES:
+        if config.tool_parser == "auto":
+            self.style = next((s for s in CALL_FORMS if self._reads(example, s)), "hermes")
+        elif config.tool_parser != "none":
             self.style = config.tool_parser
-        elif config.tool_parser == "auto":
-            self.style = next((s for s in _STYLES if self._reads(example, s)), "hermes")
         self.reads_calls = self._reads(example, self.style)
         """A call as the chat template writes it is read as one."""
-        self.calls_once = self.style == "llama3_json"
+        form = CALL_FORMS[self.style]
+        self._hidden_in_calls -= {i for t, i in tokenizer.special.items() if t in form.markup}
+        self.calls_once = not form.opening
         """A reply holds one tool call at most."""
-        self.call_close = CALL_CLOSE if CALL_CLOSE in chat_template else None
+        closing = form.closing
+        self.call_close = closing if closing and closing in chat_template else None
         """Text that ends a tool call; None: not known."""
 
     def reader(
@@ -104,7 +106,7 @@ class ReplyFormat:
                 offered=tools,
                 first_call=first_call,
             )
-        hidden = self._special if raw else self._hidden
+        hidden = self._hidden_in_calls if reads_calls else self._special if raw else self._hidden
         return ReplyText(self._tokenizer, hidden, parser, stop, counts=counts)
 
     def _reads(self, example: CallExample | None, style: CallStyle) -> bool:

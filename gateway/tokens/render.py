@@ -17,6 +17,7 @@ Owns: the cut. Does not own: which turn is extended (`graph.py`).
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -30,9 +31,9 @@ import numpy as np
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import Thinking
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.calls import CALL_FORMS, ToolCall
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
-from stepwell.gateway.tokens.graph import BranchCause, ToolCalls, Turn
+from stepwell.gateway.tokens.graph import BranchCause, ToolCalls, Turn, join
 from stepwell.gateway.tokens.messages import (
     Key,
     Message,
@@ -49,8 +50,12 @@ _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
 """Errors that a chat template raises on a conversation that it cannot show."""
 _REASONING_FIELD = re.compile(r"\b(reasoning_content|reasoning|thinking)\b")
 _CASE = re.compile(r"[.|]\s*(lower|upper|casefold|capitalize|title|swapcase)\b")
+_EXAMPLE_IDS = "call00000", "9other999"
+"""Mistral's templates take nine letters and digits."""
 _USER: Message = {"role": "user", "content": "."}
 MAX_AROUND = 1024
+_TAIL = 16
+"""Ids decoded to see what they end with."""
 _UNSEEN = ("unseen",)
 _PROBES = (" a ", "\n\nb: 1\n- c\n\n", "\t{'d': [2, \"é\"]} <e>f</e> # 😀\t", "g " * 2000)
 """Messages that templates change, if they change any in which they look for nothing but white space
@@ -72,6 +77,9 @@ class TurnClose:
     middle: str
     text: str
     token_id: int
+    is_next: bool = False
+    """The token begins the next message: the template writes no other end, and the model samples
+    this one (GLM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +101,27 @@ class CallExample:
 
 def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
     """None: the chat template shows no calls, or not where a turn begins."""
-    secret = secrets.token_hex(6)
-    name, key = f"f{secret}", f"x{secret}"
+    name = f"f{secrets.token_hex(6)}"
+    # Kimi-K2's shows the id of a call, which has the name in it.
+    for ids in (_EXAMPLE_IDS, (f"functions.{name}:0", f"functions.{name}:1")):
+        if (example := _call_example(tokenizer, name, *ids)) is not None:
+            return example
+    return None
+
+
+def _call_example(
+    tokenizer: ChatTokenizer, name: str, uid: str, other_uid: str
+) -> CallExample | None:
+    key = f"x{secrets.token_hex(6)}"
     tool = _example_tool(name, key)
 
-    def render(*arguments: Mapping[str, Any]) -> str:
-        replies = [_reply("", [_example_call(name, each)]) for each in arguments]
+    def render(*calls: Mapping[str, Any]) -> str:
+        replies = [_for_template(_reply("", [call])) for call in calls]
         return tokenizer.render([_USER, *replies], [tool], {}, add_generation_prompt=not replies)
 
     try:
-        prompt, text, empty = render(), render({key: "."}), render({})
+        prompt, text = render(), render(_example_call(name, {key: "."}, uid))
+        empty = render(_example_call(name, {}, other_uid))
     except _REFUSALS:
         return None
     begin = prompt.rstrip().removesuffix(THINK_OPEN).rstrip()
@@ -114,9 +133,11 @@ def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
     before, found, rest = said.partition(name)
     if not found:
         return None
-    # What begins the arguments, and white space before it, is left to the model.
+    # The id, what begins the arguments and white space before it are left to the model, unless
+    # white space is all that ends the name.
     pairs = zip(rest, empty.rpartition(name)[2], strict=False)
-    after = "".join(c for c, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)).rstrip("{< \n")
+    shared = "".join(c for c, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    after = shared.rstrip("{< \n") or shared.rstrip("{<")
     return CallExample(name, {key: "."}, tool, prompt, said, before, after)
 
 
@@ -149,12 +170,13 @@ class ChatRenderer:
         self._system_anywhere = True
         self._close = self._find_close()
         self._tool_close = self._find_tool_close(self._close)
+        self._section_end = self._find_section_end(self._tool_close)
         # Templates may refuse or drop a system message that is not the first; agents send them all
         # the same, and then it is shown as a user's.
         later = [_USER, _reply("."), {"role": "system", "content": self._nonce}]
-        self._system_anywhere = self._shows_nonce(later)
+        self._system_anywhere = self._shows(self._nonce, later)
         self._call = call_example(tokenizer)
-        self.shows_tools = self._shows_nonce([_USER], [_example_tool(self._nonce, "x")])
+        self.shows_tools = self._shows(self._nonce, [_USER], [_example_tool(self._nonce, "x")])
         """False: the chat template leaves tools out of the prompt."""
 
     @property
@@ -211,17 +233,24 @@ class ChatRenderer:
         before = [*system, _USER]
         if text is None:
             text = self._behind_nonce([*before, self._stub(calls), *new], tools, template_args)
-        if not text.startswith(close.middle + close.text):
+        middle = close.middle
+        if turn.calls:
+            middle = middle.replace(_EXAMPLE_IDS[0], turn.calls[-1][0])
+        if not text.startswith(middle + close.text):
             raise CutError("cut_failed")
         if self._thinking == "template" and turn.has_reasoning:
             stub = self._stub(calls, thought=True)
             if self._thought not in self.text([*before, stub, *new], tools, template_args):
                 raise CutError("thinking_stripped")
         # Encoded together with the close token, so that what follows it is split as it always is.
-        ids = self.tokenizer.encode(text[len(close.middle) :], context)
+        ids = self.tokenizer.encode(text[len(middle) :], context)
         if len(ids) < 2 or ids[0] != close.token_id:
             raise CutError("cut_failed")
         ids = ids[1:] if turn.response_ids[-1] == close.token_id else ids
+        if turn.calls and self._section_end is not None:
+            closing, end = self._section_end
+            if self.tokenizer.decode(turn.response_ids[-_TAIL:].tolist()).endswith(closing):
+                ids = join([end, ids])
         return ids if self._placeholder is None else self._expanded(ids, new)
 
     def _expanded(self, ids: TokenIds, messages: Sequence[Message]) -> TokenIds:
@@ -262,7 +291,7 @@ class ChatRenderer:
         if name is not None:
             opening += name + self._call.after
         if prompt_ids is not None:
-            tail = self.tokenizer.decode(prompt_ids[-16:].tolist())
+            tail = self.tokenizer.decode(prompt_ids[-_TAIL:].tolist())
             if tail.rstrip().endswith(THINK_OPEN):
                 return f"{THINK_CLOSE}\n\n{opening}"
         return opening
@@ -391,8 +420,9 @@ class ChatRenderer:
         """An assistant message whose last rendered word before the turn close is the nonce."""
         calls = list(calls)
         if calls:
-            last = _example_call(calls[-1]["function"]["name"], {"nonce": self._nonce})
-            calls[-1] = {**last, "id": calls[-1]["id"]}
+            last = calls[-1]
+            arguments = {"nonce": self._nonce}
+            calls[-1] = _example_call(last["function"]["name"], arguments, last["id"])
         reply = _reply(self._nonce, calls)
         if thought and self._reads_reasoning:
             reply["reasoning_content"] = self._thought
@@ -400,9 +430,9 @@ class ChatRenderer:
             reply["content"] = f"<think>\n{self._thought}\n</think>\n\n{self._nonce}"
         return reply
 
-    def _shows_nonce(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
+    def _shows(self, text: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
         try:
-            return self._nonce in self.text(messages, tools, {})
+            return text in self.text(messages, tools, {})
         except RequestError:
             return False
 
@@ -412,21 +442,50 @@ class ChatRenderer:
         special = self.tokenizer.special
         places = [(tail.find(t), -len(t), t) for t in special if t and t in tail]
         if not places:
-            return None
+            close = self._find_next(tail, self._stub(), _USER)
+            return close if close is not None and self._shows(close.text, [_USER]) else None
         at, _, token = min(places)
         return TurnClose(tail[:at], token, special[token])
 
     def _find_tool_close(self, close: TurnClose | None) -> TurnClose | None:
-        """Find the end of a turn that ends with a tool call: it has the same token as `close`."""
+        """Find the end of a turn that ends with a tool call: it has the same token as `close`, or
+        that of the tool's message."""
         if close is None:
             return None
-        tail = self._after_nonce(self._stub([_example_call("f", {})]))
+        call = _example_call("f", {})
+        reply = self._stub([call])
+        tail = self._after_nonce(reply)
+        if close.is_next:
+            answer = {"role": "tool", "content": ".", "tool_call_id": call["id"]}
+            return self._find_next(tail, reply, answer)
         middle, found, _ = tail.partition(close.text)
         return TurnClose(middle, close.text, close.token_id) if found else None
 
-    def _after_nonce(self, reply: Message) -> str:
+    def _find_section_end(self, close: TurnClose | None) -> tuple[str, TokenIds] | None:
+        """Find the ids that end the section of a turn's calls, and the text before them: a turn
+        that was stopped behind its first call lacks them."""
+        for form in CALL_FORMS.values():
+            if close is not None and (end := form.section[1]):
+                _, found, after = close.middle.rpartition(form.closing)
+                if found and after.strip() == end:
+                    return form.closing, self.tokenizer.encode(after)
+        return None
+
+    def _find_next(self, tail: str, reply: Message, following: Message) -> TurnClose | None:
+        """Find the token that a message behind `reply` begins with, if no other one does."""
+        behind = self._after_nonce(reply, following, add_generation_prompt=True)
+        if not behind.startswith(tail):
+            return None
+        begin, special = behind[len(tail) :], self.tokenizer.special
+        token = max((t for t in special if t and begin.startswith(t)), key=len, default=None)
+        if token is None or begin.count(token) > 1:  # it says nothing of whose turn it is
+            return None
+        return TurnClose(tail, token, special[token], is_next=True)
+
+    def _after_nonce(self, *replies: Message, add_generation_prompt: bool = False) -> str:
+        messages = [_USER, *replies]
         try:
-            text = self.text([_USER, reply], None, {}, add_generation_prompt=False)
+            text = self.text(messages, None, {}, add_generation_prompt=add_generation_prompt)
         except RequestError:
             return ""
         _, found, tail = text.rpartition(self._nonce)
@@ -453,14 +512,26 @@ def _example_tool(name: str, key: str) -> Tool:
     return {"type": "function", "function": function}
 
 
-def _example_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _example_call(
+    name: str, arguments: Mapping[str, Any], uid: str = _EXAMPLE_IDS[0]
+) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
-    return {"id": "call00000", "type": "function", "function": function}
+    return {"id": uid, "type": "function", "function": function}
 
 
 def _reply(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:
     reply: Message = {"role": "assistant", "content": content}
     return {**reply, "tool_calls": list(calls)} if calls else reply
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments: an object, and its JSON where a template joins it to text (DeepSeek)."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
 
 
 def _for_template(message: Message) -> Message:
@@ -472,4 +543,6 @@ def _for_template(message: Message) -> Message:
 def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = parse_arguments(function["arguments"])
+    if isinstance(arguments, dict):
+        arguments = _Arguments(arguments)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -382,8 +382,8 @@ def tool_calls(path: str, gateway: GatewayConfig) -> Iterator[Finding]:
             "warning",
             "calls of tools as the template writes them are none that gateway.tool_parser "
             f"{gateway.tool_parser} reads: agents get them as text",
-            "none is needed where agents have no tools; else take a model that writes calls as "
-            "Qwen, Hermes or Llama 3 do",
+            "none is needed where agents have no tools; else take a model that writes calls in one "
+            "of the forms of gateway.tool_parser",
         )
     else:
         yield Finding("tools", "ok", f"calls of tools are read as {replies.style}")

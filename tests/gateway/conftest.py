@@ -201,10 +201,156 @@ DEEPSEEK = (
 )
 """The structure of DeepSeek-R1-Distill-Qwen's: opens the thought, shows none."""
 
+GLM = (
+    "[gMASK]<sop>{%- if tools %}{{- '<|system|>\n# Tools\n\n<tools>\n' }}"
+    "{%- for t in tools %}{{- t | tojson + '\n' }}{%- endfor %}{{- '</tools>' }}{%- endif %}"
+    "{%- set ns = namespace(last_user=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last_user = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}"
+    "{%- endif %}{{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{%- elif m.role == 'assistant' %}{{- '<|assistant|>\n<think>' }}"
+    "{%- if loop.index0 > ns.last_user %}{{- (m.reasoning_content or '').strip() }}{%- endif %}"
+    "{{- '</think>' }}{%- if m.content.strip() %}{{- '\n' + m.content.strip() }}{%- endif %}"
+    "{%- for c in m.tool_calls or [] %}{{- '\n<tool_call>' + c.function.name + '\n' }}"
+    "{%- for k, v in c.function.arguments.items() %}"
+    "{{- '<arg_key>' + k + '</arg_key>\n<arg_value>' }}{{- v if v is string else v | tojson }}"
+    "{{- '</arg_value>\n' }}{%- endfor %}{{- '</tool_call>' }}{%- endfor %}"
+    "{%- else %}{{- '<|' + m.role + '|>\n' + m.content }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+"""Ends a turn with the token that the next one begins with: the structure of GLM-4.5's."""
+
+DEEPSEEK_V3 = (
+    "{{- bos_token }}{%- for m in messages if m.role == 'system' %}{{- m.content }}{%- endfor %}"
+    "{%- if tools %}{{- '\n\n# Tools\n\n<tools>' }}{%- for t in tools %}{{- '\n' + t | tojson }}"
+    "{%- endfor %}{{- '\n</tools>\n\n' }}{%- endif %}"
+    "{%- set ns = namespace(is_tool=false) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.is_tool = false %}{{- '<｜User｜>' + m.content + '<｜Assistant｜>' }}"
+    "{%- elif m.role == 'assistant' %}{{- '<｜tool▁outputs▁end｜>' if ns.is_tool }}"
+    "{%- set ns.is_tool = false %}{{- m.content }}{%- for c in m.tool_calls or [] %}"
+    "{{- '<｜tool▁calls▁begin｜>' if loop.first else '\n' }}{{- '<｜tool▁call▁begin｜>' + c.type }}"
+    "{{- '<｜tool▁sep｜>' + c.function.name + '\n```json\n' + c.function.arguments | tojson }}"
+    "{{- '\n```<｜tool▁call▁end｜>' }}{{- '<｜tool▁calls▁end｜>' if loop.last }}{%- endfor %}"
+    "{{- '<｜end▁of▁sentence｜>' }}{%- elif m.role == 'tool' %}"
+    "{{- '\n' if ns.is_tool else '<｜tool▁outputs▁begin｜>' }}{%- set ns.is_tool = true %}"
+    "{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if ns.is_tool %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}"
+)
+"""The structure of those that vLLM ships for DeepSeek-V3 and R1."""
+
+DEEPSEEK_V31 = (
+    "{{- bos_token }}{%- for m in messages if m.role == 'system' %}{{- m.content }}{%- endfor %}"
+    "{%- if tools %}{{- '\n\n## Tools\n' }}{%- for t in tools %}{{- t | tojson + '\n' }}"
+    "{%- endfor %}{%- endif %}{%- set ns = namespace(is_user=false) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.is_user = true %}"
+    "{{- '<｜User｜>' + m.content }}{%- elif m.role == 'assistant' %}"
+    "{%- if ns.is_user %}{{- '<｜Assistant｜></think>' }}{%- endif %}{%- set ns.is_user = false %}"
+    "{{- m.content.split('</think>')[-1] }}{%- for c in m.tool_calls or [] %}"
+    "{{- '<｜tool▁calls▁begin｜>' if loop.first }}{{- '<｜tool▁call▁begin｜>' + c.function.name }}"
+    "{{- '<｜tool▁sep｜>' + c.function.arguments + '<｜tool▁call▁end｜>' }}"
+    "{{- '<｜tool▁calls▁end｜>' if loop.last }}{%- endfor %}{{- '<｜end▁of▁sentence｜>' }}"
+    "{%- elif m.role == 'tool' %}{%- set ns.is_user = false %}"
+    "{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and ns.is_user %}"
+    "{{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{%- endif %}"
+)
+"""Wants the arguments of calls as text: the structure of DeepSeek-V3.1's."""
+
+KIMI = (
+    "{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + tools | tojson }}"
+    "{{- '<|im_end|>' }}{%- endif %}{%- set ns = namespace(last=-1) %}{%- for m in messages %}"
+    "{%- if m.role == 'assistant' and not m.tool_calls %}{%- set ns.last = loop.index0 %}"
+    "{%- endif %}{%- endfor %}{%- for m in messages %}"
+    "{{- '<|im_' + (m.role if m.role in ('user', 'assistant') else 'system') + '|>' + m.role }}"
+    "{{- '<|im_middle|>' }}{%- if m.role == 'assistant' %}{{- '<think>' }}"
+    "{%- if loop.index0 > ns.last %}{{- m.reasoning_content or '' }}{%- endif %}{{- '</think>' }}"
+    "{%- elif m.role == 'tool' %}{{- '## Return of ' + m.tool_call_id + '\n' }}{%- endif %}"
+    "{{- m.content }}{%- if m.tool_calls %}{{- '<|tool_calls_section_begin|>' }}"
+    "{%- for c in m.tool_calls %}{{- '<|tool_call_begin|>' + c.id }}"
+    "{{- '<|tool_call_argument_begin|>' }}{%- if c.function.arguments is string %}"
+    "{{- c.function.arguments }}{%- else %}{{- c.function.arguments | tojson }}{%- endif %}"
+    "{{- '<|tool_call_end|>' }}{%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}"
+    "{{- '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"
+)
+"""Shows the ids of calls and not their names: the structure of Kimi-K2-Thinking's."""
+
+MISTRAL = (
+    "{{- bos_token }}{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- if tools and m == users[-1] %}"
+    "{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{{- '[INST] ' + m.content + '[/INST]' }}{%- elif m.tool_calls is defined %}"
+    "{{- '[TOOL_CALLS] [' }}{%- for c in m.tool_calls %}{%- if c.id | length != 9 %}"
+    "{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{%- endif %}{{- (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}' }}"
+    "{{- ', ' if not loop.last else ']' + eos_token }}{%- endfor %}"
+    "{%- elif m.role == 'assistant' %}{{- ' ' + m.content + eos_token }}"
+    "{%- elif m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}"
+    "{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    '{%- endif %}{{- \'[TOOL_RESULTS] {"content": \' + m.content + \', "call_id": "\' }}'
+    "{{- m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+    "{%- else %}{{- '[INST] ' + m.content + '[/INST]' }}{%- endif %}{%- endfor %}"
+)
+"""Wants ids of nine characters: the structure of Mistral-7B-Instruct-v0.3's."""
+
+MINISTRAL = (
+    "{{- bos_token }}{%- for m in messages if m.role == 'system' %}"
+    "{{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}{%- endfor %}"
+    "{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'assistant' %}{{- m.content }}{%- for c in m.tool_calls or [] %}"
+    "{%- set arguments = c.function.arguments %}"
+    "{%- if arguments is not string %}{%- set arguments = arguments | tojson | safe %}{%- endif %}"
+    "{{- '[TOOL_CALLS]' + c.function.name + '[ARGS]' + arguments }}{%- endfor %}"
+    "{{- eos_token }}{%- elif m.role == 'tool' %}"
+    "{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"
+)
+"""The structure of Ministral 3's and Devstral 2's."""
+
+MINIMAX = (
+    "{{- ']~!b[]~b]system\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content }}"
+    "{%- endif %}{%- if tools %}{{- '\n\n# Tools\n\n<tools>\n' }}{%- for t in tools %}"
+    "{{- '<tool>' + t.function | tojson + '</tool>\n' }}{%- endfor %}{{- '</tools>' }}{%- endif %}"
+    "{{- '[e~[\n' }}{%- for m in messages %}{%- if m.role == 'assistant' %}{{- ']~b]ai\n' }}"
+    "{%- if m.reasoning_content %}"
+    "{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{%- endif %}{{- m.content }}"
+    "{%- if m.tool_calls %}{{- '\n<minimax:tool_call>\n' }}{%- for c in m.tool_calls %}"
+    "{{- '<invoke name=\"' + c.function.name + '\">\n' }}"
+    "{%- for k, v in c.function.arguments | items %}{{- '<parameter name=\"' + k + '\">' }}"
+    "{{- v if v is string else v | tojson }}{{- '</parameter>\n' }}{%- endfor %}"
+    "{{- '</invoke>\n' }}{%- endfor %}{{- '</minimax:tool_call>' }}{%- endif %}{{- '[e~[\n' }}"
+    "{%- elif m.role == 'tool' %}{%- if messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- ']~b]tool' }}{%- endif %}{{- '\n<response>' + m.content + '</response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '[e~[\n' }}{%- endif %}"
+    "{%- elif m.role == 'user' %}{{- ']~b]user\n' + m.content + '[e~[\n' }}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- ']~b]ai\n<think>\n' }}{%- endif %}"
+)
+"""Opens the thought in the generation prompt: the structure of MiniMax-M2's."""
+
 _IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 _THINK = ["<think>", "</think>"]
 _HEADER = ["<|start_header_id|>", "<|end_header_id|>"]
+_DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
+_DEEPSEEK_CALLS = [
+    *(f"<｜tool▁{of}▁{at}｜>" for of in ("calls", "call") for at in ("begin", "end")),
+    *(f"<｜tool▁{of}▁{at}｜>" for of in ("outputs", "output") for at in ("begin", "end")),
+    "<｜tool▁sep｜>",
+]
+_ARGUMENT = ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+_KIMI = [
+    *(f"<|im_{name}|>" for name in ("system", "user", "assistant", "middle", "end")),
+    *(f"<|tool_{of}|>" for of in ("calls_section_begin", "calls_section_end", "call_begin")),
+    *(f"<|tool_{of}|>" for of in ("call_end", "call_argument_begin")),
+]
+_MISTRAL = [
+    *(f"[{at}{of}]" for of in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS") for at in ("", "/")),
+    *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+]
+_MINIMAX = ["]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>"]
 
 
 @dataclass(frozen=True)
@@ -215,6 +361,7 @@ class Family:
     eos: str
     tools: bool
     pad: str = "<|endoftext|>"
+    bos: str | None = None
 
 
 FAMILIES = {
@@ -228,16 +375,46 @@ FAMILIES = {
             ("<|endoftext|>", "<|begin_of_text|>", *_HEADER, "<|eot_id|>", "<|eom_id|>"),
             "<|eot_id|>",
             True,
+            bos="<|begin_of_text|>",
         ),
         Family("no_tools", NO_TOOLS, ("<|endoftext|>", "</s>"), "</s>", False),
         Family(
             "deepseek",
             DEEPSEEK,
-            ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
-            "<｜end▁of▁sentence｜>",
+            tuple(_DEEPSEEK),
+            _DEEPSEEK[1],
             tools=False,
-            pad="<｜end▁of▁sentence｜>",
+            pad=_DEEPSEEK[1],
+            bos=_DEEPSEEK[0],
         ),
+        *(
+            Family(
+                name,
+                template,
+                (*_DEEPSEEK, *_DEEPSEEK_CALLS, *_THINK),
+                _DEEPSEEK[1],
+                tools=True,
+                pad=_DEEPSEEK[1],
+                bos=_DEEPSEEK[0],
+            )
+            for name, template in (("deepseekv3", DEEPSEEK_V3), ("deepseekv31", DEEPSEEK_V31))
+        ),
+        Family(
+            "glm45",
+            GLM,
+            (
+                *("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
+                *("<|observation|>", *_MARKUP, *_ARGUMENT, *_THINK),
+            ),
+            "<|user|>",
+            True,
+        ),
+        Family("kimi_k2", KIMI, ("<|endoftext|>", *_KIMI, *_THINK), "<|im_end|>", True),
+        *(
+            Family(name, template, ("<s>", "</s>", *_MISTRAL), "</s>", True, "</s>", "<s>")
+            for name, template in (("mistral", MISTRAL), ("ministral", MINISTRAL))
+        ),
+        Family("minimax-m2", MINIMAX, ("<|endoftext|>", *_MINIMAX, *_THINK), "[e~[", True),
         Family("unclosed", UNCLOSED, ("<|endoftext|>",), "<|endoftext|>", False),
     )
 }
@@ -277,9 +454,8 @@ def make_template(family: str, source: str | None = None) -> ChatTemplate:
     """A family's chat template, or another one with its special tokens."""
     f = FAMILIES[family]
     special = {"eos_token": f.eos, "pad_token": f.pad}
-    begin = {"llama3": "<|begin_of_text|>", "deepseek": "<｜begin▁of▁sentence｜>"}
-    if family in begin:
-        special["bos_token"] = begin[family]
+    if f.bos is not None:
+        special["bos_token"] = f.bos
     return ChatTemplate(source or f.template, special)
 
 

@@ -19,6 +19,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from stepwell.gateway.config import ChannelSampling
 from stepwell.gateway.dialects.openai_chat import ChatParams, OpenAIChat
 from stepwell.gateway.errors import RequestError
+from stepwell.gateway.tokens.render import ChatRenderer, call_example
 from tests.builders import until
 from tests.gateway.conftest import (
     FAMILIES,
@@ -697,7 +698,7 @@ async def test_a_gateway_that_cannot_read_its_models_calls_of_tools_says_so(
     assert "agents get them as text" not in caplog.text
     save_tokenizer(tmp_path)
     template = tmp_path / "chat_template.jinja"
-    template.write_text(template.read_text().replace("<tool_call>", "[TOOL_CALLS]"))
+    template.write_text(template.read_text().replace("<tool_call>", "[CALL]"))
     await worlds(str(tmp_path), tool_parser="none")
     assert "agents get them as text" not in caplog.text, "it was asked for"
     await worlds(str(tmp_path))
@@ -1112,9 +1113,46 @@ REST = {
     "thinker": ' {"expression": "1 + 2"}}\n</tool_call>',
     "coder": "\n<parameter=expression>\n1 + 2\n</parameter>\n</function>\n</tool_call>",
     "llama3": ' {"expression": "1 + 2"}}',
+    "glm45": "<arg_key>expression</arg_key>\n<arg_value>1 + 2</arg_value>\n</tool_call>",
+    "deepseekv3": '\n{"expression": "1 + 2"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseekv31": '{"expression": "1 + 2"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "kimi_k2": '7<|tool_call_argument_begin|>{"expression": "1 + 2"}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "mistral": ' {"expression": "1 + 2"}, "id": "Given4567"}]',
+    "ministral": '{"expression": "1 + 2"}',
+    "minimax-m2": '\n<parameter name="expression">1 + 2</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
 }
 """Text of the model behind the prescribed name, in its template's way."""
-BETWEEN = {"coder": ">", "llama3": '", "parameters":'}
+BETWEEN = {
+    "coder": ">",
+    "llama3": '", "parameters":',
+    "glm45": "\n",
+    "deepseekv3": "\n```json",
+    "deepseekv31": "<｜tool▁sep｜>",
+    "kimi_k2": ":",
+    "ministral": "[ARGS]",
+    "minimax-m2": '">',
+}
+GIVEN_IDS = {"kimi_k2": "functions.calculator:7", "mistral": "Given4567"}
+"""Ids of calls that the models wrote."""
+STOPPED = {
+    "glm45": "</tool_call>",
+    "deepseekv3": "<｜tool▁call▁end｜>",
+    "deepseekv31": "<｜tool▁call▁end｜>",
+    "kimi_k2": "<|tool_call_end|>",
+    "minimax-m2": "</invoke>",
+}
+"""Texts that generation stops at without parallel calls."""
+SHOWS_THOUGHTS = {
+    "thinker": "<tool_call>",
+    "glm45": "<tool_call>",
+    "kimi_k2": "<|tool_call_begin|>",
+    "minimax-m2": "<invoke",
+}
+"""Beginning of a call in templates that show an empty thought before it."""
+ENDS = {"glm45": "<|observation|>"}
+"""Tokens that end a turn with a call, where that is not the template's EOS."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1131,7 +1169,7 @@ async def test_a_prescribed_call_is_made_and_the_next_turn_extends_it(
     ):
         before = len(world.stored())
         messages: list[Any] = [user(f"1 + 2, {before}?")]
-        world.say(rest)
+        world.say(rest + ENDS.get(family, ""), close=family not in ENDS)
         options: dict[str, Any] = {"tools": [CALCULATOR], "tool_choice": choice}
         if stream:
             chunks = [
@@ -1156,6 +1194,7 @@ async def test_a_prescribed_call_is_made_and_the_next_turn_extends_it(
         )
         assert finish == "tool_calls"
         assert not reasoning
+        assert call.id == GIVEN_IDS.get(family, call.id)
         step = world.stored()[before]
         assert step.metadata["forced_tool"] == ("" if choice == "required" else "calculator")
         # What was prescribed is prompt and never trained on; what was sampled is the response.
@@ -1173,11 +1212,13 @@ async def test_a_prescribed_call_is_made_and_the_next_turn_extends_it(
         child = world.stored()[-1]
         assert child.parent_index == before
         assert world.engine.requests[-1]["input_ids"] == child.prompt_ids.tolist()
-        if family != "thinker":  # whose template shows an empty thought elsewhere
-            shown = [{**m, "content": m.get("content") or ""} for m in messages]
-            shown[1]["tool_calls"][0]["function"]["arguments"] = {"expression": "1 + 2"}
-            whole = world.tokenizer.render(shown, [CALCULATOR], {}, add_generation_prompt=True)
-            assert world.tokenizer.decode(child.prompt_ids.tolist()) == whole
+        shown = [{**m, "content": m.get("content") or ""} for m in messages]
+        whole = ChatRenderer(world.tokenizer).text(shown, [CALCULATOR], {})
+        text = world.tokenizer.decode(child.prompt_ids.tolist())
+        if opening := SHOWS_THOUGHTS.get(family):
+            assert text.count(opening) == whole.count(opening)
+            text, whole = (each.rpartition(opening)[2] for each in (text, whole))
+        assert text == whole
     world.check_exact()
 
 
@@ -1271,7 +1312,7 @@ async def test_calls_cannot_be_prescribed_where_the_template_shows_none(worlds: 
     assert refusal.value.param == "tool_choice"
 
 
-@pytest.mark.parametrize("family", ["chatml", "coder", "llama3"])
+@pytest.mark.parametrize("family", ["chatml", "coder", "llama3", *STOPPED])
 async def test_without_parallel_calls_generation_ends_with_the_first(
     worlds: Any, family: str
 ) -> None:
@@ -1281,9 +1322,15 @@ async def test_without_parallel_calls_generation_ends_with_the_first(
         "chatml": CALL,
         "coder": "<tool_call>\n<function=calculator>" + REST["coder"],
         "llama3": '{"name": "calculator", "parameters": {"expression": "1 + 2"}}',
-    }[family]
+    }.get(family)
+    end = STOPPED.get(family, "</tool_call>")
+    if call is None:
+        example = call_example(world.tokenizer)
+        assert example is not None
+        opening = "</think>\n\n" * example.prompt.endswith("<think>\n") + example.before
+        call = opening + "calculator" + BETWEEN[family] + REST[family].partition(end)[0] + end
     ends = family != "llama3"  # one call at most, by its format
-    said = world.say(call, close=not ends, matched="</tool_call>" if ends else None)
+    said = world.say(call, close=not ends, matched=end if ends else None)
     reply = await client.chat.completions.create(
         model="m",
         messages=[user("hi")],
@@ -1292,7 +1339,7 @@ async def test_without_parallel_calls_generation_ends_with_the_first(
         parallel_tool_calls=False,
     )
     stops = world.engine.requests[0]["sampling_params"]["stop"]
-    assert stops == ["\nObservation:", *["</tool_call>"] * ends]
+    assert stops == ["\nObservation:", *[end] * ends]
     choice = reply.choices[0]
     [made] = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
@@ -1308,7 +1355,13 @@ async def test_without_parallel_calls_generation_ends_with_the_first(
     first, second = world.stored()
     assert second.parent_index == 0
     added = second.prompt_ids.tolist()[first.n_tokens :]
-    assert (added[0] == eos_id(world.tokenizer)) == ends
+    if family in STOPPED:  # as if the model had ended the turn itself
+        before = REST[family].partition(end)[2] + ENDS.get(
+            family, world.tokenizer.template.special_tokens["eos_token"]
+        )
+        assert world.tokenizer.decode(added).startswith(before)
+    else:
+        assert (added[0] == eos_id(world.tokenizer)) == ends
     world.check_exact()
 
 

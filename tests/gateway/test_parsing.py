@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from stepwell.gateway.reply.calls import ToolCall, parse_call, parse_xml_call
+from stepwell.gateway.reply.calls import (
+    CALL_FORMS,
+    CallStyle,
+    ToolCall,
+    parse_call,
+    parse_xml_call,
+)
 from stepwell.gateway.reply.parser import (
     ContentDelta,
     ReasoningDelta,
@@ -21,32 +27,62 @@ from stepwell.gateway.reply.parser import (
 )
 from stepwell.gateway.tokens.tokenizer import TokenStream
 
-PIECES = st.lists(
-    st.one_of(
-        st.text(max_size=6),
-        st.sampled_from(
-            [
-                "<tool_call>",
-                "</tool_call>",
-                '{"name": "f", "arguments": {"x": 1}}',
-                '{"name": "f"',
-                "<think>",
-                "</think>",
-                "\n",
-                " ",
-                "<",
-                "<tool",
-                "<|python_tag|>",
-                '{"name": "g", "parameters": {"y": "}\\""}}',
-                "<function=f>",
-                "<parameter=x>",
-                "</parameter>",
-                "</function>",
-            ]
+COMMON = [
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "f", "arguments": {"x": 1}}',
+    '{"name": "f"',
+    "<think>",
+    "</think>",
+    "\n",
+    " ",
+    "<",
+    "<tool",
+    "<|python_tag|>",
+    '{"name": "g", "parameters": {"y": "}\\""}}',
+    "<function=f>",
+    "<parameter=x>",
+    "</parameter>",
+    "</function>",
+]
+CALLS: dict[CallStyle, str] = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "glm45": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "deepseekv3": '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"x": "1"}\n```'
+    "<｜tool▁call▁end｜>",
+    "deepseekv31": '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "1"}<｜tool▁call▁end｜>',
+    "kimi_k2": '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": "1"}'
+    "<|tool_call_end|>",
+    "minimax-m2": '<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>',
+    "mistral": '[TOOL_CALLS]f[ARGS]{"x": "1"}',
+    "llama3_json": '{"name": "f", "parameters": {"x": "1"}}',
+}
+"""A call in each form."""
+
+
+def _pieces(style: CallStyle) -> list[str]:
+    form, call = CALL_FORMS[style], CALLS[style]
+    markup = {*form.markup, form.opening[:5], *form.section, form.section[1][:-2]} - {""}
+    pieces = [*sorted(markup), call, call[:-1], call[len(form.opening) :]]
+    if style == "mistral":
+        pieces += ['[{"name": "f", "arguments": {}}, {"name": "g"}]', "[", "f[ARGS]", ', "]"]']
+    return pieces
+
+
+CASES = st.sampled_from(get_args(CallStyle)).flatmap(
+    lambda style: st.tuples(
+        st.just(style),
+        st.lists(
+            st.one_of(
+                st.text(max_size=6), st.sampled_from(COMMON), st.sampled_from(_pieces(style))
+            ),
+            max_size=12,
         ),
-    ),
-    max_size=12,
+    )
 )
+"""A form and pieces of a reply."""
 
 
 @dataclass
@@ -73,13 +109,11 @@ def told(text: Text) -> Any:
     return text.content, text.reasoning, [(c.name, c.arguments) for c in text.tool_calls]
 
 
-STYLES = st.sampled_from(["hermes", "qwen3_coder", "llama3_json"])
-
-
-@given(PIECES, st.booleans(), st.booleans(), st.booleans(), STYLES)
+@given(CASES, st.booleans(), st.booleans(), st.booleans())
 def test_how_text_is_cut_into_pieces_does_not_matter(
-    pieces: list[str], tools: bool, reasoning: bool, inside: bool, style: str
+    case: tuple[str, list[str]], tools: bool, reasoning: bool, inside: bool
 ) -> None:
+    style, pieces = case
     options = {
         "tools": tools,
         "reasoning": reasoning,
@@ -91,14 +125,16 @@ def test_how_text_is_cut_into_pieces_does_not_matter(
     assert told(read(list(whole), **options)) == told(read([whole], **options))
 
 
-@given(PIECES, STYLES)
-def test_without_markup_wanted_text_passes_unchanged(pieces: list[str], style: str) -> None:
+@given(CASES)
+def test_without_markup_wanted_text_passes_unchanged(case: tuple[str, list[str]]) -> None:
+    style, pieces = case
     text = read(pieces, tools=False, reasoning=False, style=style)
     assert told(text) == ("".join(pieces), "", [])
 
 
-@given(PIECES, STYLES)
-def test_what_makes_no_call_passes_unchanged(pieces: list[str], style: str) -> None:
+@given(CASES)
+def test_what_makes_no_call_passes_unchanged(case: tuple[str, list[str]]) -> None:
+    style, pieces = case
     text = read(pieces, reasoning=False, style=style)
     if not text.tool_calls:
         assert text.content == "".join(pieces)
@@ -331,3 +367,75 @@ def test_bytes_that_are_no_text_do_not_end_a_stream(tokens: list[str]) -> None:
     last = max((i for i, token in enumerate(tokens) if len(token) < 4), default=-1)
     letters = [c for c in text if c in "ab"]
     assert letters == [token[-1] for token in tokens[: last + 1] if len(token) < 4]
+
+
+FORMED = [style for style in CALLS if style != "llama3_json"]
+
+
+@pytest.mark.parametrize("style", FORMED)
+@pytest.mark.parametrize("in_section", [False, True])
+@pytest.mark.parametrize("between", ["", "\n", " \n"])
+def test_calls_in_every_form_are_told_from_the_text_before_them(
+    style: CallStyle, in_section: bool, between: str
+) -> None:
+    begin, end = CALL_FORMS[style].section if in_section else ("", "")
+    calls = between.join([begin, CALLS[style], CALLS[style], end])
+    reply = f"<think>hm</think>\n\nSo: {calls}"
+    for pieces in ([reply], [*reply]):
+        text = read(pieces, style=style)
+        lead = between if not begin else ""
+        assert told(text) == (f"So: {lead}", "hm", [("f", '{"x": "1"}')] * 2)
+        ids = {call.id for call in text.tool_calls}
+        assert ids == {"functions.f:0"} if style == "kimi_k2" else len(ids) == 2
+    # What follows is text again.
+    assert read([f"{reply}\nso"], style=style).content == f"So: {lead}{between}\nso"
+
+
+@pytest.mark.parametrize("style", FORMED)
+def test_a_call_in_any_form_that_is_cut_off_or_none_is_content(style: CallStyle) -> None:
+    form, call = CALL_FORMS[style], CALLS[style]
+    section = form.section[0]
+    wrong = [call[:-1], form.opening, section, f"{section} no", f"{section}{form.opening}"]
+    if form.closing:
+        wrong += [f"{form.opening}{form.closing}", f"{section}{form.opening}so what{form.closing}"]
+        wrong += [f"{form.opening}no call{form.closing}{form.section[1]}"]
+    else:
+        wrong += [
+            "[TOOL_CALLS] [1]",
+            "[TOOL_CALLS]f[ARGS]{1}",
+            "[TOOL_CALLS] []",
+            "[TOOL_CALLS] so",
+        ]
+    for text in wrong:
+        for pieces in ([text], [*text]):
+            assert told(read(pieces, style=style)) == (text, "", []), text
+
+
+@pytest.mark.parametrize("style", ["qwen3_coder", "glm45", "minimax-m2"])
+def test_values_without_quotes_are_what_the_schema_says_in_every_form(style: CallStyle) -> None:
+    for name, written, value in (
+        ("count", "3", 3),
+        ("flag", "true", True),
+        ("items", '["a", 1]', ["a", 1]),
+        ("text", "3", "3"),
+        ("text", " a\n b ", " a\n b "),
+        ("text", "", ""),
+        ("unknown", "3", "3"),
+    ):
+        call = CALLS[style].replace("x", name).replace("1", written)
+        call = call.replace(f"invoke> name={name}", "invoke name=")
+        text = read([call], style=style, offered=TYPED)
+        assert [json.loads(c.arguments) for c in text.tool_calls] == [{name: value}], call
+
+
+def test_a_mistral_model_calls_several_tools_at_once_and_names_its_calls() -> None:
+    first = '{"name": "f", "arguments": {"x": "]"}, "id": "abcDEF123"}'
+    second = '{"name": "g", "arguments": {}, "id": "too-short"}'
+    text = read([*f"[TOOL_CALLS] [{first}, {second}]\n"], style="mistral")
+    assert told(text) == ("", "", [("f", '{"x": "]"}'), ("g", "{}")])
+    given, made = (call.id for call in text.tool_calls)
+    assert given == "abcDEF123"
+    assert (len(made), made.isalnum()) == (9, True)
+    named = read(["[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}[TOOL_CALLS]g[ARGS] {}"], style="mistral")
+    assert told(named) == ("", "", [("f", "{}"), ("g", "{}")])
+    assert named.tool_calls[0].id == "abcDEF123"

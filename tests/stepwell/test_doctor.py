@@ -103,7 +103,7 @@ def test_calls_of_tools_that_the_gateway_does_not_read_are_told(model: Path) -> 
     assert (found.state, "gateway.tool_parser" in found.text) == ("ok", True)
     template = model / "chat_template.jinja"
     text = template.read_text()
-    template.write_text(text.replace("<tool_call>", "[TOOL_CALLS]"))
+    template.write_text(text.replace("<tool_call>", "[CALL]"))
     (found,) = doctor.tool_calls(str(model), config)
     assert (found.state, "agents get them as text" in found.text) == ("warning", True)
     template.write_text(text.replace("f.name", "''"))
