@@ -545,4 +545,6 @@ def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = parse_arguments(function["arguments"])
     if isinstance(arguments, dict):
         arguments = _Arguments(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    # The name first, as models write it: Mistral's templates show the object as it is.
+    function = {"name": function["name"], **function, "arguments": arguments}
+    return {**call, "function": function}

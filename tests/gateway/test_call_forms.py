@@ -1,0 +1,212 @@
+"""Calls of tools in the forms of models that write them otherwise than Qwen, in every dialect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import aiohttp
+import pytest
+
+from stepwell.gateway.tokens.render import ChatRenderer
+from tests.gateway.conftest import Sampled, World
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"at": {"type": "string"}, "depth": {"type": "integer"}},
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
+ARGUMENTS = [{"at": 'é ]}> "<b>"', "depth": 3}, {"at": "7"}]
+USER = {"role": "user", "content": "Look."}
+
+IDS = {
+    "kimi_k2": ["functions.look:0", "functions.look:1"],
+    "mistral": ["Given0001", "Given0002"],
+}
+"""Ids that models write."""
+FAMILIES = [
+    *("qwen3", "glm45", "deepseekv3", "deepseekv31", "kimi_k2", "minimax-m2"),
+    *("mistral", "ministral"),
+]
+
+
+def calls_of(ids: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {"id": uid, "type": "function", "function": {"name": "look", "arguments": json.dumps(each)}}
+        for uid, each in zip(ids, ARGUMENTS, strict=True)
+    ]
+
+
+def sampled(world: World, family: str, ids: Sequence[str]) -> list[int]:
+    """A turn with a thought, if the model has any, a text and two calls, as the template has it."""
+    renderer, special = ChatRenderer(world.tokenizer), world.tokenizer.template.special_tokens
+    reply = {"role": "assistant", "content": "I see.", "tool_calls": calls_of(ids)}
+    prompt = renderer.text([USER], TOOLS, {})
+    opened = prompt.endswith("<think>\n")
+    turn = renderer.text([USER, reply], TOOLS, {}, add_generation_prompt=False)
+    text = turn.removeprefix(prompt.removesuffix("<think>\n"))
+    assert text != turn
+    text, _, _ = text.partition(special["eos_token"])
+    text = f"hm\n</think>\n\n{text}" if opened else text
+    text = text.replace("<think></think>", "<think>hm</think>")
+    end = "<|observation|>" if family == "glm45" else special["eos_token"]
+    return world.tokenizer.encode(text + end).tolist()
+
+
+class Chat:
+    path = "v1/chat/completions"
+    body: ClassVar = {"model": "m", "messages": [USER], "tools": TOOLS}
+
+    def streamed(self, path: str, body: Any) -> tuple[str, Any]:
+        return path, {**body, "stream": True}
+
+    def read(self, answer: Any) -> tuple[str, list[Any]]:
+        """Text of an answer, and its calls with their ids."""
+        message = answer["choices"][0]["message"]
+        functions = [(c["id"], c["function"]) for c in message["tool_calls"]]
+        calls = [(uid, f["name"], json.loads(f["arguments"])) for uid, f in functions]
+        return message["content"] or "", calls
+
+    def read_events(self, events: list[Any]) -> tuple[str, list[Any]]:
+        deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
+        calls: dict[int, dict[str, Any]] = {}
+        for part in (part for delta in deltas for part in delta.get("tool_calls") or ()):
+            call = calls.setdefault(part["index"], {"id": "", "function": {"arguments": ""}})
+            call["id"] += part.get("id") or ""
+            arguments = call["function"]["arguments"] + part["function"]["arguments"]
+            call["function"] |= {**part["function"], "arguments": arguments}
+        content = "".join(delta.get("content") or "" for delta in deltas)
+        message = {"content": content, "tool_calls": [*calls.values()]}
+        return self.read({"choices": [{"message": message}]})
+
+
+class Anthropic(Chat):
+    path = "v1/messages"
+    body: ClassVar = {
+        "model": "m",
+        "max_tokens": 500,
+        "messages": [USER],
+        "tools": [{"name": "look", "input_schema": PARAMETERS}],
+    }
+
+    def read(self, answer: Any) -> tuple[str, list[Any]]:
+        blocks = answer["content"]
+        calls = [(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
+        return "".join(b["text"] for b in blocks if b["type"] == "text"), calls
+
+    def read_events(self, events: list[Any]) -> tuple[str, list[Any]]:
+        blocks: list[Any] = []
+        for event in events:
+            if event["type"] == "content_block_start":
+                blocks.append({**event["content_block"], "json": ""})
+            elif event["type"] == "content_block_delta":
+                delta = event["delta"]
+                blocks[-1]["json"] += delta.get("partial_json", "")
+                if "text" in delta:
+                    blocks[-1]["text"] += delta["text"]
+        shown = [{**b, "input": json.loads(b["json"] or "{}")} for b in blocks]
+        return self.read({"content": shown})
+
+
+class Responses(Chat):
+    path = "v1/responses"
+    body: ClassVar = {
+        "model": "m",
+        "input": [USER],
+        "tools": [{"type": "function", "name": "look", "parameters": PARAMETERS}],
+    }
+
+    def read(self, answer: Any) -> tuple[str, list[Any]]:
+        items = answer["output"]
+        found = [item for item in items if item["type"] == "function_call"]
+        calls = [(c["call_id"], c["name"], json.loads(c["arguments"])) for c in found]
+        messages = [item for item in items if item["type"] == "message"]
+        return "".join(p["text"] for m in messages for p in m["content"]), calls
+
+    def read_events(self, events: list[Any]) -> tuple[str, list[Any]]:
+        return self.read(events[-1]["response"])
+
+
+class Gemini(Chat):
+    path = "v1beta/models/m:generateContent"
+    body: ClassVar = {
+        "contents": [{"role": "user", "parts": [{"text": "Look."}]}],
+        "tools": [{"functionDeclarations": [{"name": "look", "parameters": PARAMETERS}]}],
+    }
+
+    def streamed(self, path: str, body: Any) -> tuple[str, Any]:
+        return path.replace("generateContent", "streamGenerateContent?alt=sse"), body
+
+    def read(self, answer: Any) -> tuple[str, list[Any]]:
+        return self.read_events([answer])
+
+    def read_events(self, events: list[Any]) -> tuple[str, list[Any]]:
+        parts = [p for e in events for p in e["candidates"][0]["content"].get("parts", ())]
+        found = [part["functionCall"] for part in parts if "functionCall" in part]
+        text = "".join(part["text"] for part in parts if "text" in part)
+        return text, [(c["id"], c["name"], c["args"]) for c in found]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dialect", [Chat(), Anthropic(), Responses(), Gemini()])
+async def test_whole_and_streamed_answers_have_the_calls_and_none_of_their_markup(
+    worlds: Any, family: str, dialect: Chat
+) -> None:
+    world: World = await worlds(family)
+    world.engine.incremental = True
+    given = IDS.get(family)
+    ids = sampled(world, family, given or ["callid001", "callid002"])
+    markup = [text for text in world.tokenizer.special if len(text) > 3]
+    async with aiohttp.ClientSession() as session:
+        for streams, burst in ((False, 1), (True, 1), (True, 7)):
+            world.engine.burst = burst
+            world.engine.script.append(Sampled(ids))
+            path, body = dialect.path, dialect.body
+            if streams:
+                path, body = dialect.streamed(path, body)
+            url = f"{world.base_url(f'{streams}{burst}')}/{path}"
+            async with session.post(url, json=body) as response:
+                seen = await response.text()
+                assert response.status == 200, seen
+            assert not [text for text in markup if json.dumps(text)[1:-1] in seen or text in seen]
+            if streams:
+                lines = [line for line in seen.splitlines() if line.startswith("data: {")]
+                text, calls = dialect.read_events([json.loads(line[6:]) for line in lines])
+            else:
+                text, calls = dialect.read(json.loads(seen))
+            assert text.strip() == ("" if family == "mistral" else "I see.")
+            assert [call[1:] for call in calls] == [("look", each) for each in ARGUMENTS]
+            made = [call[0] for call in calls]
+            assert len({*made}) == 2
+            if given and not isinstance(dialect, Gemini):  # which numbers calls
+                assert made == given
+    world.check_exact()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_results_of_parallel_calls_follow_the_turn_as_the_template_writes_them(
+    worlds: Any, family: str
+) -> None:
+    world: World = await worlds(family)
+    client = await world.client()
+    ids = sampled(world, family, IDS.get(family, ["callid001", "callid002"]))
+    world.engine.script.append(Sampled(ids))
+    answer = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)
+    reply = answer.choices[0].message.model_dump(exclude_none=True)
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"result {i}"}
+        for i, call in enumerate(reply["tool_calls"])
+    ]
+    messages = [USER, reply, *results]
+    world.say("It is there.")
+    answer = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    last = answer.choices[0].message.model_dump(exclude_none=True)
+    messages += [last, {"role": "user", "content": "And there?"}]
+    await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    assert [step.parent_index for step in world.stored()] == [None, 0, 1]
+    prompt = world.tokenizer.decode(world.stored()[1].prompt_ids.tolist())
+    shown = [{**m, "content": m.get("content", "")} for m in messages[:4]]
+    whole = ChatRenderer(world.tokenizer).text(shown, TOOLS, {})
+    assert prompt[-200:] == whole[-200:]
+    world.check_exact()
