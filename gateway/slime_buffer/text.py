@@ -79,7 +79,7 @@ class TextRollouts:
             steps = self._steps(messages, tools)
             last = replace(steps[-1], is_last=False)
             return [*steps[:-1], replace(last, finish_reason="length") if truncated else last]
-        if self._renderer.turn_close_id is None:
+        if not self._renderer.closes_turns:
             raise RequestError(
                 "the model's chat template ends assistant turns with no special token, so where a "
                 "sampled reply ended is not known from its text; send tokens, response_length and "

@@ -184,6 +184,11 @@ class ChatRenderer:
         """Id that ends an assistant turn; None if the template writes no special token there."""
         return self._close.token_id if self._close is not None else None
 
+    @property
+    def closes_turns(self) -> bool:
+        """The template ends an assistant turn that no message follows, too."""
+        return self._close is not None and not self._close.is_next
+
     def whole(
         self,
         messages: Sequence[Message],

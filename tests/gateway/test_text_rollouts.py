@@ -182,6 +182,11 @@ BESIDE = {**COMPACT, "content": "I look"}
     ("family", "messages", "problem"),
     [
         ("unclosed", [QUESTION, SPACED], "ends assistant turns with no special token"),
+        (
+            "glm45",
+            [QUESTION, {**SPACED, "content": "fine"}],
+            "ends assistant turns with no special",
+        ),
         ("llama3", [QUESTION, SPACED], "does not show ' fine ' as it is written"),
         ("chatml", [QUESTION, COMPACT], """does not show '{"at":"é"}' as it is written"""),
         ("llama3", [QUESTION, BESIDE], "does not show 'I look' as it is written"),
