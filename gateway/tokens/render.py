@@ -92,15 +92,15 @@ class CallExample:
     prompt: str
     """Text that the turn follows, the tool included."""
     text: str
-    """The turn, without a thought."""
+    """The turn, without a thought; with its beginning, if the prompt begins it otherwise."""
     before: str
-    """Part of `text` that precedes the tool's name."""
+    """Part of `text` that precedes the tool's name; "": it is not known where the turn begins."""
     after: str
-    """Part of `text` that follows the name whatever the arguments are."""
+    """Part of `text` that follows the name whatever the arguments are; "": not known."""
 
 
 def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
-    """None: the chat template shows no calls, or not where a turn begins."""
+    """None: the chat template shows no calls."""
     name = f"f{secrets.token_hex(6)}"
     # Kimi-K2's shows the id of a call, which has the name in it.
     for ids in (_EXAMPLE_IDS, (f"functions.{name}:0", f"functions.{name}:1")):
@@ -125,9 +125,8 @@ def _call_example(
     except _REFUSALS:
         return None
     begin = prompt.rstrip().removesuffix(THINK_OPEN).rstrip()
-    if not text.startswith(begin):
-        return None
-    said = text[len(begin) :].lstrip("\n")
+    is_known = text.startswith(begin)
+    said = text[len(begin if is_known else _shared(prompt, text)) :].lstrip("\n")
     if said.startswith(THINK_OPEN):  # an empty thought, as some templates show one
         said = said.partition(THINK_CLOSE)[2].lstrip("\n")
     before, found, rest = said.partition(name)
@@ -135,10 +134,16 @@ def _call_example(
         return None
     # The id, what begins the arguments and white space before it are left to the model, unless
     # white space is all that ends the name.
-    pairs = zip(rest, empty.rpartition(name)[2], strict=False)
-    shared = "".join(c for c, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    shared = _shared(rest, empty.rpartition(name)[2])
     after = shared.rstrip("{< \n") or shared.rstrip("{<")
+    before, after = (before, after) if is_known else ("", "")
     return CallExample(name, {key: "."}, tool, prompt, said, before, after)
+
+
+def _shared(first: str, second: str) -> str:
+    """The beginning that both have."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return "".join(c for c, _ in pairs)
 
 
 class ChatRenderer:
@@ -290,7 +295,7 @@ class ChatRenderer:
 
         None: the chat template does not show where a call begins.
         """
-        if self._call is None or (name is not None and not self._call.after):
+        if self._call is None or not self._call.before or (name and not self._call.after):
             return None
         opening = self._call.before
         if name is not None:

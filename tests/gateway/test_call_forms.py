@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import aiohttp
+import openai
 import pytest
 
 from stepwell.gateway.tokens.render import ChatRenderer
-from tests.gateway.conftest import Sampled, World
+from tests.gateway.conftest import Sampled, World, save_tokenizer
 
 PARAMETERS = {
     "type": "object",
@@ -210,3 +212,24 @@ async def test_results_of_parallel_calls_follow_the_turn_as_the_template_writes_
     whole = ChatRenderer(world.tokenizer).text(shown, TOOLS, {})
     assert prompt[-200:] == whole[-200:]
     world.check_exact()
+
+
+async def test_calls_are_read_where_the_template_begins_shown_turns_in_another_way(
+    worlds: Any, tmp_path: Path
+) -> None:
+    save_tokenizer(tmp_path, "deepseekv31")
+    template = tmp_path / "chat_template.jinja"
+    text = template.read_text()
+    other = text.replace("{{- '<｜Assistant｜>' + (", "{{- ' <｜Assistant｜>' + (")
+    assert other != text
+    template.write_text(other)  # vLLM's has spaces there
+    world: World = await worlds(str(tmp_path))
+    client = await world.client()
+    world.say('<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "x"}<｜tool▁call▁end｜>')
+    answer = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("look", '{"at": "x"}')
+    with pytest.raises(openai.BadRequestError, match="does not show how a call begins"):
+        await client.chat.completions.create(
+            model="m", messages=[USER], tools=TOOLS, tool_choice="required"
+        )

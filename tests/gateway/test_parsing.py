@@ -423,9 +423,10 @@ def test_values_without_quotes_are_what_the_schema_says_in_every_form(style: Cal
         ("unknown", "3", "3"),
     ):
         call = CALLS[style].replace("x", name).replace("1", written)
-        call = call.replace(f"invoke> name={name}", "invoke name=")
-        text = read([call], style=style, offered=TYPED)
-        assert [json.loads(c.arguments) for c in text.tool_calls] == [{name: value}], call
+        calls = [call, call.replace("\n<", "<")]  # GLM-4.7 writes no line breaks
+        text = read(calls if style == "glm45" else [call], style=style, offered=TYPED)
+        assert text.content == ""
+        assert {c.arguments for c in text.tool_calls} == {json.dumps({name: value})}, call
 
 
 def test_a_mistral_model_calls_several_tools_at_once_and_names_its_calls() -> None:
