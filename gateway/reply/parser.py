@@ -209,8 +209,11 @@ class ReplyParser:
         return True
 
     def _content(self, final: bool) -> bool:
-        found = ((at, o) for o in self._openings if (at := self._buffer.find(o)) >= 0)
-        at, opening = min(found, default=(0, ""))
+        at, opening = 0, ""
+        for each in self._openings:
+            found = self._buffer.find(each)
+            if found >= 0 and (not opening or found < at):
+                at, opening = found, each
         if opening:
             text, self._buffer = self._buffer[:at], self._buffer[at + len(opening) :]
             self._opened = opening
