@@ -128,6 +128,9 @@ class ReplyParser:
             self._state = ReplyParser._json_or_reasoning if is_json else ReplyParser._reasoning
         self._buffer = ""
         self._deltas: list[Delta] = []
+        self._waits = bool(self._openings)
+        """White space at the end of the text is markup if a call follows: nothing is visible yet,
+        or only white space since a call."""
         self._after_call = False
 
     @property
@@ -138,7 +141,7 @@ class ReplyParser:
     def feed(self, text: str) -> list[Delta]:
         if (
             self._state is ReplyParser._content
-            and not (self._buffer or self._after_call)
+            and not (self._buffer or self._waits)
             and not (self._openings and self._openings[0][0] in text)
         ):
             return [ContentDelta(text)] if text else []  # as most of what models say
@@ -216,23 +219,26 @@ class ReplyParser:
                 at, opening = found, each
         if opening:
             text, self._buffer = self._buffer[:at], self._buffer[at + len(opening) :]
-            self._opened = opening
             in_section = opening == self._form.section[0]
             self._state = ReplyParser._section if in_section else ReplyParser._call
         else:
             text = self._take(() if final else self._openings)
-        if self._after_call:
-            # White space between calls and the end of their section are markup; what follows tells,
-            # and at the end white space is, too.
-            end = self._form.section[1]
+        if self._waits:
+            # So is the end of a section behind a call. What follows tells; the end of the reply
+            # is as good as a call behind one.
+            end = self._form.section[1] if self._after_call else ""
             while end and (body := text.lstrip()).startswith(end):
                 text = text[: -len(body)] + body[len(end) :]
             body = text.lstrip()
             if end.startswith(body) and not (opening or final):
                 self._buffer = text + self._buffer
                 return False
-            text = text if body else ""
+            if not body and opening:
+                text, opening = "", text + opening
+            elif not body and self._after_call:
+                text = ""
         self._put(ContentDelta(text))
+        self._opened = opening
         return bool(opening)
 
     def _section(self, final: bool) -> bool:
@@ -282,13 +288,15 @@ class ReplyParser:
         if self._numbers is not None:
             calls = [replace(call, id=numbered_id(next(self._numbers))) for call in calls]
         self._deltas += calls
-        self._after_call = self._after_call or bool(calls)
+        if calls:
+            self._waits = self._after_call = True
         return bool(calls)
 
     def _put(self, delta: ContentDelta | ReasoningDelta) -> None:
         if delta.text:
             self._deltas.append(delta)
-            self._after_call = False
+            if isinstance(delta, ContentDelta):
+                self._waits = self._after_call = False
 
 
 _State: TypeAlias = Callable[[ReplyParser, bool], bool]

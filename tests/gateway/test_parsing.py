@@ -309,6 +309,15 @@ def test_white_space_is_markup_only_between_a_call_and_what_follows() -> None:
         assert read(pieces).content == " a\n"
 
 
+def test_white_space_before_the_first_call_is_markup_if_nothing_else_is_there() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for lead, content in (("\n", ""), (" \n\n", ""), ("\nso\n", "\nso\n")):
+        for pieces in ([lead + call], [*lead, *call]):
+            assert told(read(pieces)) == (content, "", [("f", "{}")])
+    for text in ("\n", "\nso", "\n<tool_call>no</tool_call>", " <tool_"):
+        assert told(read([*text])) == (text, "", [])
+
+
 def test_several_xml_calls_with_several_values_are_read() -> None:
     one = "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>2</parameter>\n</function>"
     text = read([f"So:\n<tool_call>\n{one}\n</tool_call>\n" * 2], style="qwen3_coder")
