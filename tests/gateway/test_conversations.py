@@ -48,6 +48,8 @@ OPENING = {
     "qwen3": "<|im_start|>assistant\n",
     "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "no_tools": "<|assistant|>\n",
+    "glm45": "<|assistant|>",
+    "kimi_k2": "<|im_assistant|>assistant<|im_middle|>",
 }
 """Text with which the template begins an assistant turn."""
 
@@ -73,11 +75,25 @@ class Model:
         n_calls = rng.choice([0, 0, 1, 2])
         if self.family == "llama3":
             n_calls = min(n_calls, 1)
+        if self.family == "kimi_k2" and n_calls:
+            text += "<|tool_calls_section_begin|>"
         for i in range(n_calls):
             arguments = {"expression": f"{i}+{rng.randrange(99)}", "why": rng.choice(WORDS[:4])}
             if self.family == "llama3":
                 call = json.dumps({"name": "calc", "parameters": arguments}, ensure_ascii=False)
                 text = call
+                continue
+            if self.family == "glm45":
+                values = (
+                    f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+                    for key, value in arguments.items()
+                )
+                text += f"\n<tool_call>calc\n{''.join(values)}</tool_call>"
+                continue
+            if self.family == "kimi_k2":
+                call = json.dumps(arguments, ensure_ascii=False)
+                text += f"<|tool_call_begin|>functions.calc:{i}<|tool_call_argument_begin|>{call}"
+                text += "<|tool_call_end|>" + "<|tool_calls_section_end|>" * (i == n_calls - 1)
                 continue
             call = json.dumps({"name": "calc", "arguments": arguments}, ensure_ascii=False)
             text += f"\n<tool_call>\n{call}\n</tool_call>"
@@ -90,6 +106,8 @@ class Model:
         elif end < 0.4 and stops:
             ids += self.tokenizer.encode(stops[0]).tolist()
             finish = {"finish": "stop", "matched": stops[0]}
+        elif self.family == "glm45" and n_calls:
+            ids.append(self.tokenizer.special["<|observation|>"])
         else:
             ids.append(eos_id(self.tokenizer))
         self.sampled.append((body["input_ids"], ids))
@@ -98,8 +116,12 @@ class Model:
     def check_extension(self, parent: Any, child: Any, new: list[Message]) -> None:
         """The prompt goes on with the parent's turn closed once, and the new messages only."""
         before = len(parent.prompt_ids) + len(parent.response_ids)
-        eos = eos_id(self.tokenizer)
+        eos, special = eos_id(self.tokenizer), self.tokenizer.special
         added = child.prompt_ids[before:].tolist()
+        if self.family == "glm45":  # its turns end where the next message begins
+            eos = special["<|observation|>" if new[0]["role"] == "tool" else "<|user|>"]
+        elif parent.response_ids[-1] == special.get("<|tool_call_end|>"):
+            assert added.pop(0) == special["<|tool_calls_section_end|>"]
         if parent.response_ids[-1] != eos:
             assert added.pop(0) == eos
         text = self.tokenizer.decode(added)
@@ -183,11 +205,15 @@ MOVES = ["on", "on", "on", "edit", "fork", "side", "twice", "compact"]
     ("family", "thinking"),
     [
         ("chatml", "preserve"),
-        ("qwen3", "preserve"),
         ("qwen3", "template"),
-        ("llama3", "template"),
+        ("llama3", "preserve"),
+        ("glm45", "template"),
         pytest.param("chatml", "template", marks=pytest.mark.slow),
-        pytest.param("llama3", "preserve", marks=pytest.mark.slow),
+        pytest.param("qwen3", "preserve", marks=pytest.mark.slow),
+        pytest.param("llama3", "template", marks=pytest.mark.slow),
+        pytest.param("glm45", "preserve", marks=pytest.mark.slow),
+        pytest.param("kimi_k2", "preserve", marks=pytest.mark.slow),
+        pytest.param("kimi_k2", "template", marks=pytest.mark.slow),
         pytest.param("no_tools", "preserve", marks=pytest.mark.slow),
         pytest.param("no_tools", "template", marks=pytest.mark.slow),
     ],
