@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
@@ -25,7 +26,7 @@ from stepwell.gateway.reward import RewardError, compute_reward
 SCORE_S = 60.0
 """Seconds of one call, as those of `rollout.reward` by default."""
 MOST = min(32, (os.cpu_count() or 1) + 4)
-"""Processes at once: as many as an event loop has threads."""
+"""Processes at once."""
 OWN = "stepwell."
 """Package of the functions that are called in processes."""
 
@@ -43,6 +44,8 @@ class Scoring:
         self._free: asyncio.LifoQueue[FunctionProcess] = asyncio.LifoQueue()
         for process in self._all:
             self._free.put_nowait(process)
+        # Of its own: calls that never end would take the event loop's from everything else.
+        self._threads = ThreadPoolExecutor(MOST, "gateway-reward")
 
     async def score(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """`compute_reward`'s answer.
@@ -55,7 +58,8 @@ class Scoring:
             return await compute_reward(self._function, fields)
         process = await self._free.get()
         try:
-            answer = await asyncio.to_thread(process.call, SCORE_S, fields)
+            run = asyncio.get_running_loop().run_in_executor
+            answer = await run(self._threads, process.call, SCORE_S, fields)
         except asyncio.CancelledError:  # nobody waits for the call any more
             process.kill()
             raise
@@ -72,6 +76,7 @@ class Scoring:
 
     def close(self) -> None:
         """End the processes, and with them the calls under way."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._all:
             process.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -47,6 +48,21 @@ async def test_a_call_that_never_ends_is_ended_and_holds_up_no_other(
             await stuck
     with pytest.raises(RewardError, match="died"):
         await other
+
+
+async def test_a_call_that_never_ends_takes_no_thread_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """On two cores six of them stopped the dashboard and the rollout buffer for a minute."""
+    monkeypatch.setattr(scoring, "SCORE_S", 2.0)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    with closing(deepscaler()) as scored:
+        stuck = asyncio.create_task(scored.score(fields(NEVER_ENDS)))
+        await asyncio.sleep(0)  # it waits for its process now
+        assert await asyncio.to_thread(lambda: 1) == 1
+        assert not stuck.done()
+    with pytest.raises(RewardError):
+        await stuck
 
 
 async def test_an_error_of_the_function_is_raised_where_it_was_called():
