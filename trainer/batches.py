@@ -397,17 +397,16 @@ class Batches:
                 task.cancel()
 
     async def _take(self, channel: TrainedChannel, size: int) -> Sequence[Group] | None:
-        """`channel.take`, again while more groups become ready; where it starves, with the causes
-        and a table of where its groups are."""
-        before = 0
+        """`channel.take`, again while more groups become ready, whoever takes them; where it
+        starves, with the causes and a table of where its groups are."""
+        came = _came(await channel.pool.get_statistics(channel.name))
         while True:
             try:
                 return await channel.take(size)
             except StarvedError as e:
-                stats = await channel.pool.get_statistics(channel.name)
-                if (ready := stats["groups"]["ready"]) <= before:
+                before, stats = came, await channel.pool.get_statistics(channel.name)
+                if (came := _came(stats)) <= before:
                     raise StarvedError(await self._why_starved(channel, size, stats)) from e
-                before = ready
 
     @property
     def _batch_size(self) -> int:
@@ -470,6 +469,11 @@ async def read_pictures(leased: Iterable[tuple[LeaseKeeper, Group]]) -> dict[str
                 "smaller pictures (max_pixels in the model's preprocessor_config.json)"
             )
     return found
+
+
+def _came(stats: Mapping[str, Any]) -> int:
+    """Groups of a channel that became ready and were not dropped."""
+    return sum(stats["groups"][state] for state in ("ready", "leased", "acked"))
 
 
 def _states(stats: Mapping[str, Any], filtered: Mapping[str, int]) -> str:

@@ -599,6 +599,31 @@ async def test_a_batch_is_waited_for_as_long_as_more_of_its_groups_become_ready(
     assert taken == 3
 
 
+async def test_groups_that_another_lease_took_became_ready_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills a batch up stands behind the lease of the next batch."""
+    take, taken = TrainedChannel.take, 0
+
+    async def overtaken(channel: TrainedChannel, size: int) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken > 2:
+            return await take(channel, size)
+        assert await run.pool.lease_batch(batch_size=4, timeout_s=60) is not None
+        await until(is_full)
+        raise StarvedError("the other one took them")
+
+    async def is_full() -> bool:
+        return bool((await run.pool.get_statistics(TRAIN))["groups"]["ready"] == 8)
+
+    monkeypatch.setattr(TrainedChannel, "take", overtaken)
+    keys = ("trainer.train_batch_size=4", "trainer.total_steps=1")
+    async with small_run(small_config(tmp_path, *keys)) as run:
+        assert [r["groups"] for r in await run.train()] == [4]
+    assert taken == 3
+
+
 def test_groups_with_a_long_deadline_are_waited_for(tmp_path: Path) -> None:
     """A harness has 39 minutes by default, and the run ended after 10."""
     wait = small_config(tmp_path, "trainer.starvation_timeout_s=null").starvation_timeout_s
