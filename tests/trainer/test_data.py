@@ -636,6 +636,8 @@ def test_cells_of_a_csv_file_are_their_text(tmp_path: Path, name: str) -> None:
     [
         ("t.xlsx", b"PK", r"no \.xlsx is read; name a file that ends in \.csv, \.tsv, "),
         ("tasks", b"{}", "no file without an ending is read"),
+        ("t.csv", b"question,answer\nSay a, b,7\n", "more cells .*; quote a cell with a ','"),
+        ("t.csv", b"question,answer\nhi,7,\n", r"more cells .*, or end rows without it"),
         ("t.csv", b"", "EmptyDataError: No columns"),
         ("t.csv", "frage,größe\n".encode("latin-1"), "UnicodeDecodeError.*; write UTF-8"),
     ],

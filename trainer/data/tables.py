@@ -357,13 +357,18 @@ def _text_columns(file: Path, separator: str) -> dict[str, Any]:
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
     try:
-        names = pd.read_csv(file, sep=separator, nrows=0).columns
+        first = pd.read_csv(file, sep=separator, nrows=1)
     except (OSError, ValueError) as e:
         raise DataError(
             f"{file} cannot be loaded: {type(e).__name__}: {e!s:.300}; write UTF-8, with the names "
             "of the columns in the first line"
         ) from e
-    features = datasets.Features({name: datasets.Value("string") for name in names})
+    if not isinstance(first.index, pd.RangeIndex):  # the first cell would be no column's
+        raise DataError(
+            f"{file} has more cells in a row than names in its first line; quote a cell with a "
+            f"{separator!r} in it, or end rows without it"
+        )
+    features = datasets.Features({name: datasets.Value("string") for name in first.columns})
     missing = {"keep_default_na": False, "na_values": [""]}
     return {"sep": separator, "features": features, **missing}
 
