@@ -47,6 +47,7 @@ class FunctionProcess:
         self._make, self._given = make, given
         self._lock = threading.Lock()
         self._child: Child[subprocess.Popen[bytes]] | None = None
+        self._killed: Child[subprocess.Popen[bytes]] | None = None
         self._connection: Connection | None = None
 
     @property
@@ -64,6 +65,8 @@ class FunctionProcess:
             Exception: raised in the process, or `args` cannot be pickled.
         """
         with self._lock:
+            if self._child is self._killed:  # between two calls
+                self._end()
             try:
                 connection = self._connection or self._start()
                 connection.send(args)
@@ -80,6 +83,7 @@ class FunctionProcess:
     def kill(self) -> None:
         """End what runs now, from any thread: the call under way fails, the next starts anew."""
         if (child := self._child) is not None:
+            self._killed = child
             child.kill()
 
     def close(self) -> None:
