@@ -23,7 +23,7 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def settle(result: T | None, error: Exception | None) -> None:
         if future.done():
             return  # given up meanwhile
         if error is None:
@@ -35,10 +35,8 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         result, error = None, None
         try:
             result = context.run(with_own_loop, function, *args, **kwargs)
-        except BaseException as e:  # noqa: BLE001 - raised where it is awaited
-            # No future can carry a StopIteration, and SystemExit would end the caller's process.
-            ordinary = isinstance(e, Exception) and not isinstance(e, StopIteration)
-            error = e if ordinary else RuntimeError(f"{type(e).__name__}: {e}")
+        except Exception as e:  # noqa: BLE001 - raised where it is awaited
+            error = e
         try:
             loop.call_soon_threadsafe(settle, result, error)
         except RuntimeError:

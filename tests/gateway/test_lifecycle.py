@@ -486,14 +486,34 @@ class _Judge:
 _judge = _Judge()
 
 
-@pytest.mark.parametrize("function", ["_ending_score", "_async_ending_score"])
-async def test_a_reward_function_that_exits_is_told_as_any_that_fails(
-    worlds: Any, http: Http, function: str
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("_ending_score", "SystemExit"),
+        ("_async_ending_score", "SystemExit"),
+        ("_panicking_score", "_Panic"),
+        ("_stopping_score", "StopIteration"),
+    ],
+)
+async def test_a_reward_function_that_raises_anything_is_told_as_any_that_fails(
+    worlds: Any, http: Http, function: str, error: str
 ) -> None:
     world = await worlds(reward_fn=f"{__name__}:{function}")
     status, got = await http.post(world.url + "/compute_reward", solution_str="4")
     assert (status, got["error"]["code"]) == (500, "reward_failed")
-    assert "SystemExit" in got["error"]["message"]
+    assert error in got["error"]["message"]
+
+
+class _Panic(BaseException):
+    """As a package that is written in Rust raises."""
+
+
+def _panicking_score(solution_str: str) -> float:
+    raise _Panic
+
+
+def _stopping_score(solution_str: str) -> float:
+    return next(float(c) for c in solution_str if c == "5")
 
 
 def _ending_score(solution_str: str) -> float:
