@@ -179,6 +179,10 @@ def _letter(truth: Any, letters: list[str], texts: list[str], data_source: str) 
         ]
         if len(same) == 1:
             return same[0]
+        # A cell of a CSV file is text. Where choices are numbers it may be meant for one of them.
+        indices = [] if re.search("[0-9]", "".join(texts)) else map(str, range(len(letters)))
+        if found := dict(zip(indices, letters, strict=False)).get(truth.strip()):
+            return found
     raise RewardValueError(
         f"a task of {data_source!r} has the right answer {truth!r:.80}, which is none of the "
         f"letters {', '.join(letters)}, nor the index or the text of one choice; correct "

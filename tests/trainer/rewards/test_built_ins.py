@@ -241,12 +241,18 @@ def test_gpqa_reads_the_letter_that_was_chosen(answer: str, pred: str | None) ->
     assert result == {"score": float(pred == "C"), "acc": pred == "C", "pred": pred}
 
 
-@pytest.mark.parametrize("truth", ["B", "(b)", 1, "blue"])
+@pytest.mark.parametrize("truth", ["B", "(b)", 1, "1", "blue"])
 def test_gpqa_takes_the_letter_the_index_or_the_text_for_the_right_answer(truth: Any) -> None:
     choices = {"choices": ["red", "Blue", "green"]}
     assert score("gpqa", "Answer: B", truth, choices) == 1.0
     assert score("gpqa", "Answer: C", truth, choices) == 0.0
     assert score("gpqa", "Answer: B", truth, {"choices": {"A": "red", "B": "blue"}}) == 1.0
+
+
+def test_gpqa_takes_a_number_as_text_for_no_index_where_choices_are_numbers() -> None:
+    assert score("gpqa", "Answer: C", "1", {"choices": ["3", "2", "1"]}) == 1.0
+    with pytest.raises(RewardValueError, match="none of the letters"):
+        score("gpqa", "Answer: B", "1", {"choices": ["3 m", "2 m", "1 m"]})
 
 
 @pytest.mark.parametrize(
