@@ -33,7 +33,7 @@ from stepwell.trainer.checkpoint import (
 )
 from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import INTERRUPTED, RolloutError, StarvedError
+from stepwell.trainer.errors import INTERRUPTED, CheckpointError, RolloutError, StarvedError
 from stepwell.trainer.live import LOST
 from stepwell.trainer.metrics import Phases, traced
 from stepwell.trainer.publish.publisher import Publisher
@@ -121,7 +121,10 @@ class Trainer:
                     await self._save_ended()
                 raise
             except (StarvedError, RolloutError):
-                await self._save_ended()
+                try:
+                    await self._save_ended()
+                except CheckpointError as e:  # the error that ended the run is told
+                    self._notify_user(str(e))
                 raise
             else:
                 if self.batches.consumed and not self._config.debug_rollout_only:

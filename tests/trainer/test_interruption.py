@@ -13,7 +13,13 @@ import pytest
 
 from stepwell.datapool.types import VAL
 from stepwell.trainer.batches import TrainedChannel
-from stepwell.trainer.errors import INTERRUPTED, RolloutError, StarvedError, TrainerError
+from stepwell.trainer.errors import (
+    INTERRUPTED,
+    CheckpointError,
+    RolloutError,
+    StarvedError,
+    TrainerError,
+)
 from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
 
 
@@ -83,6 +89,30 @@ async def test_a_run_for_which_no_groups_come_any_more_saves_what_it_has_trained
             await run.train()
         assert run.trainer.checkpoints.steps() == [2]
         assert (await run.pool.get_statistics("train"))["groups"]["acked"] == 4
+
+
+async def test_a_checkpoint_that_cannot_be_written_hides_not_why_a_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, taken = TrainedChannel.take, 0
+
+    async def ends(channel: TrainedChannel, size: int) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken > 2:
+            raise RolloutError("the agent fails")
+        return await take(channel, size)
+
+    def full(*_: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(TrainedChannel, "take", ends)
+    told: list[str] = []
+    async with small_run(small_config(tmp_path), notify=told.append) as run:
+        monkeypatch.setattr(run.trainer.checkpoints, "save", full)
+        with pytest.raises(RolloutError, match="the agent fails"):
+            await run.train()
+    assert any("the disk is full" in line for line in told)
 
 
 async def test_an_interrupted_run_begins_no_evaluation(tmp_path: Path) -> None:
