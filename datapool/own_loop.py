@@ -1,12 +1,17 @@
-"""This module calls a function of the user's in a thread, with an event loop that it may run."""
+"""This module calls a function of the user's in a thread, with an event loop that it may run, and
+says which of what foreign code raises ends its caller, too."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+ENDS: Final = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
+"""Raised in foreign code to end whoever runs it. All else that it raises is its own failure: a
+SystemExit, too, and the panic of a package that is written in Rust, which are no `Exception`."""
 
 
 def with_own_loop(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from stepwell.datapool.own_loop import with_own_loop
+from stepwell.datapool.own_loop import ENDS, with_own_loop
 from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.gateway.errors import GatewayError, RequestError
 
@@ -44,7 +44,9 @@ async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[
             result = await asyncio.to_thread(with_own_loop, lambda: function(**fields))
             if inspect.isawaitable(result):  # of an object, or a partial, that is async
                 result = await result
-    except (Exception, SystemExit) as e:  # foreign code: any failure is a missing score, never 0
+    except ENDS:
+        raise
+    except BaseException as e:  # foreign code: any failure is a missing score, never 0
         raise RewardError(f"gateway.reward_fn failed ({type(e).__name__}: {e!s:.200})") from e
     details: dict[str, Any] = {}
     reward = result

@@ -30,16 +30,9 @@ the matching built-in::
 
 from __future__ import annotations
 
-import asyncio
-from typing import Final
-
 INTERRUPTED = "interrupted by the user"
 """Message of a task's cancellation that ends a run as its user asks, which may save; any other
 cancellation means that a part of the run is gone."""
-
-ENDS: Final = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
-"""Raised in foreign code to end whoever runs it. All else that it raises is its own failure: a
-SystemExit, too, and the panic of a package that is written in Rust, which are no `Exception`."""
 
 
 def shown(value: object) -> str:

@@ -492,6 +492,7 @@ _judge = _Judge()
         ("_ending_score", "SystemExit"),
         ("_async_ending_score", "SystemExit"),
         ("_panicking_score", "_Panic"),
+        ("_async_panicking_score", "_Panic"),
         ("_stopping_score", "StopIteration"),
     ],
 )
@@ -509,6 +510,10 @@ class _Panic(BaseException):
 
 
 def _panicking_score(solution_str: str) -> float:
+    raise _Panic
+
+
+async def _async_panicking_score(solution_str: str) -> float:
     raise _Panic
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from stepwell.datapool.own_loop import ENDS
 from stepwell.datapool.types import MAX_REWARD, Trajectory, is_reward
 from stepwell.trainer.errors import (
-    ENDS,
     RewardCrashError,
     RewardError,
     RewardTimeoutError,

@@ -46,12 +46,12 @@ from pydantic import SecretStr
 
 from stepwell.datapool.heap import settle_heap
 from stepwell.datapool.log_files import log_to_file, numbered_log
+from stepwell.datapool.own_loop import ENDS
 from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.config.harness import HARNESS
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import (
-    ENDS,
     HarnessError,
     InfrastructureError,
     RolloutError,

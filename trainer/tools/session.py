@@ -31,9 +31,10 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from stepwell.datapool.dotted import resolve
+from stepwell.datapool.own_loop import ENDS
 from stepwell.datapool.types import MAX_REWARD, is_reward
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
-from stepwell.trainer.errors import ENDS, ToolConfigError, ToolError, ToolUnavailableError, shown
+from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError, shown
 from stepwell.trainer.plain import plain, plain_text
 from stepwell.trainer.tools.base import FunctionTool, Tool
 from stepwell.trainer.tools.verl import VerlTool
