@@ -53,7 +53,7 @@ class ReplyFormat:
         self._hidden_in_calls = self._hidden
         example = call_example(tokenizer)
         self.style: CallStyle = "hermes"
-        """How calls are read."""
+        """Form in which calls are read."""
         if config.tool_parser == "auto":
             self.style = next((s for s in CALL_FORMS if self._reads(example, s)), "hermes")
         elif config.tool_parser != "none":

@@ -275,7 +275,7 @@ class Several(NamedTuple):
     items: list[dict[str, Any]]
     """Rows as lists of the archive have them."""
     may_be_more: bool = False
-    """As many uids begin so as are looked for."""
+    """There may be more: as many uids begin so as are looked for."""
 
 
 async def open_trajectory(uid: str, where: str | None) -> Opened | Several:

@@ -506,7 +506,7 @@ async def test_a_reward_function_that_raises_anything_is_told_as_any_that_fails(
 
 
 class _Panic(BaseException):
-    """As a package that is written in Rust raises."""
+    """A package that is written in Rust raises such."""
 
 
 def _panicking_score(solution_str: str) -> float:

@@ -137,7 +137,7 @@ async def test_the_client_loop_rolls_out_a_file_through_the_gateway_token_for_to
 
 
 async def test_empty_lines_of_a_file_are_no_prompts(worlds: Callable[..., Any], tmp_path: Path):
-    """As for the data source, which reads the same file; some editors begin it with a mark."""
+    """The data source reads the same file, and does so; some editors begin it with a mark."""
     path = tmp_path / "prompts.jsonl"
     path.write_text(
         '\ufeff{"prompt": "é", "label": "fine"}\n\n{"prompt": "say", "label": "fine"}\n \n'

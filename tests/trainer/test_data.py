@@ -310,7 +310,7 @@ def environments(path: Path, *own: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("name", ["reset", "index"])
 def test_one_prompt_in_several_environments_is_several(tmp_path: Path, name: str) -> None:
-    """Of OpenEnv's `metadata.reset`, and of a taskset of verifiers'."""
+    """OpenEnv has them by `metadata.reset`, a taskset of verifiers' by the place in it."""
     taskset = {"taskset": "wordle"} if name == "index" else {}
     metadata = [{name: {"seed": i}, **taskset} for i in range(20)]
     train = jsonl(environments(tmp_path / "t.jsonl", *metadata))

@@ -281,7 +281,7 @@ async def test_a_group_that_closes_before_a_rollout_begins_does_not_end_the_run(
 
 
 async def completes_by_itself(task: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
-    """As one that knows the gateway's address alone does; what it returns comes second."""
+    """An agent that knows the address alone completes; its return value comes second."""
     await asks_once(task, base_url, api_key)
     async with aiohttp.ClientSession() as http:
         await http.post(f"{base_url}/v1/complete_trajectory", json={"reward": 0.5})
@@ -304,7 +304,7 @@ async def test_a_rollout_that_its_agent_has_completed_over_http_is_complete(rig:
 
 
 async def test_the_first_prompt_that_its_deadline_loses_is_a_line_for_the_user(rig: Rig) -> None:
-    """Of groups that are as good as never begun in time, all prompts were lost in silence."""
+    """All prompts of groups that are as good as never begun in time were lost in silence."""
 
     class FullWorker:
         async def run_group(self, task: Any, prompt_uid: str, n: int, *args: Any) -> dict[str, int]:

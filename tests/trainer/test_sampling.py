@@ -602,7 +602,7 @@ async def test_a_batch_is_waited_for_as_long_as_more_of_its_groups_become_ready(
 async def test_groups_that_another_lease_took_became_ready_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fills a batch up stands behind the lease of the next batch."""
+    """A refill of a batch stands behind the lease of the next batch."""
     take, taken = TrainedChannel.take, 0
 
     async def overtaken(channel: TrainedChannel, size: int) -> Any:
