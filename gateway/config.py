@@ -195,7 +195,7 @@ class GatewayConfig(Section):
     tool_parser: ToolParser = "auto"
     """Format of tool calls in the response, by SGLang's names: `hermes` is
     <tool_call>{json}</tool_call>, `qwen3_coder` <tool_call> around <function=…><parameter=…>,
-    `glm45` <tool_call> around <arg_key>…<arg_value>… (GLM-4.5 to 4.7), `deepseekv3` (R1, too),
+    `glm45` <tool_call> around <arg_key>…<arg_value>… (GLM-4.5 to 4.7), `deepseekv3`,
     `deepseekv31`, `kimi_k2` and `minimax-m2` the sections of those models, `mistral` [TOOL_CALLS]
     before a JSON array or before NAME[ARGS]{json}, `llama3_json` a bare JSON object. `auto` is
     whichever of them reads a call as the chat template writes it, else `hermes`."""
