@@ -26,7 +26,7 @@ def with_own_loop(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         runner.get_loop()  # it is this thread's from now on
         try:
             return function(*args, **kwargs)
-        except BaseException as e:
+        except BaseException as e:  # foreign code: it may end neither its thread nor its caller
             if isinstance(e, Exception) and not isinstance(e, StopIteration):
                 raise
             raise RuntimeError(f"{type(e).__name__}: {e}") from e

@@ -30,8 +30,7 @@ from stepwell.datapool.dotted import resolve
 from stepwell.gateway.errors import GatewayConfigError
 
 Thinking = Literal["preserve", "template"]
-ToolParser = Literal[
-    "auto",
+CallStyle: TypeAlias = Literal[
     "hermes",
     "qwen3_coder",
     "glm45",
@@ -41,8 +40,9 @@ ToolParser = Literal[
     "minimax-m2",
     "mistral",
     "llama3_json",
-    "none",
 ]
+"""Forms in which models write calls of tools."""
+ToolParser = Literal["auto", CallStyle, "none"]
 ReasoningParser = Literal["auto", "think", "none"]
 
 

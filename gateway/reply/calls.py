@@ -27,21 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import urandom
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+from stepwell.gateway.config import CallStyle
 from stepwell.gateway.tokens.messages import MOST_LEVELS, Tool, is_deep, may_nest, strict_json
-
-CallStyle: TypeAlias = Literal[
-    "hermes",
-    "qwen3_coder",
-    "glm45",
-    "deepseekv3",
-    "deepseekv31",
-    "kimi_k2",
-    "minimax-m2",
-    "mistral",
-    "llama3_json",
-]
 
 _arguments = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _UNREADABLE = (ValueError, RecursionError)

@@ -21,10 +21,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from stepwell.gateway.config import CallStyle
 from stepwell.gateway.reply.calls import (
     CALL_FORMS,
     MISTRAL_HEAD,
-    CallStyle,
     JsonScanner,
     ToolCall,
     numbered_id,

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.reply.calls import CALL_FORMS, CallStyle, ToolCall
+from stepwell.gateway.config import CallStyle, GatewayConfig
+from stepwell.gateway.reply.calls import CALL_FORMS, ToolCall
 from stepwell.gateway.reply.parser import (
     PYTHON_TAG,
     THINK_CLOSE,

@@ -70,20 +70,24 @@ async def test_an_interrupted_run_saves_the_batch_that_it_trains(tmp_path: Path)
         assert run.trainer.checkpoints.steps() == [2]
 
 
-@pytest.mark.parametrize("error", [StarvedError, RolloutError])
-async def test_a_run_for_which_no_groups_come_any_more_saves_what_it_has_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[TrainerError]
-) -> None:
+def end_after_two_batches(monkeypatch: pytest.MonkeyPatch, error: TrainerError) -> None:
     take, taken = TrainedChannel.take, 0
 
     async def ends(channel: TrainedChannel, size: int) -> Any:
         nonlocal taken
         taken += 1
         if taken > 2:
-            raise error("the agent fails")
+            raise error
         return await take(channel, size)
 
     monkeypatch.setattr(TrainedChannel, "take", ends)
+
+
+@pytest.mark.parametrize("error", [StarvedError, RolloutError])
+async def test_a_run_for_which_no_groups_come_any_more_saves_what_it_has_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[TrainerError]
+) -> None:
+    end_after_two_batches(monkeypatch, error("the agent fails"))
     async with small_run(small_config(tmp_path)) as run:
         with pytest.raises(error):
             await run.train()
@@ -94,19 +98,11 @@ async def test_a_run_for_which_no_groups_come_any_more_saves_what_it_has_trained
 async def test_a_checkpoint_that_cannot_be_written_hides_not_why_a_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, taken = TrainedChannel.take, 0
-
-    async def ends(channel: TrainedChannel, size: int) -> Any:
-        nonlocal taken
-        taken += 1
-        if taken > 2:
-            raise RolloutError("the agent fails")
-        return await take(channel, size)
+    end_after_two_batches(monkeypatch, RolloutError("the agent fails"))
 
     def full(*_: Any) -> None:
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(TrainedChannel, "take", ends)
     told: list[str] = []
     async with small_run(small_config(tmp_path), notify=told.append) as run:
         monkeypatch.setattr(run.trainer.checkpoints, "save", full)
