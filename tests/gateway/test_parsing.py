@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from stepwell.gateway.config import CallStyle
 from stepwell.gateway.reply.calls import (
     CALL_FORMS,
-    CallStyle,
     ToolCall,
     parse_call,
     parse_xml_call,
