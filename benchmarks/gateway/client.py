@@ -122,6 +122,8 @@ class Job:
     prompts: int
     rollouts: int
     turns: int
+    first_turn: int = 0
+    """Turns before it were sent by a job of the same name, whose trajectories stayed open."""
     stream: bool = False
     cpu_pid: int | None = None
     """Process whose CPU seconds are read around every turn (with one connection)."""
@@ -282,8 +284,8 @@ class Load:
         uids = {"trajectory": f"{job.name}-{prompt}-{rollout}", "prompt": f"{job.name}-{prompt}"}
         path, cpu_s, call_ids = job.path.format(**uids), list[float](), list[bytes]()
         cpu = cpu_seconds(job.cpu_pid)
-        for turn in range(job.turns):
-            if turn and self._is_late():
+        for turn in range(job.first_turn, job.turns):
+            if turn > job.first_turn and self._is_late():
                 break
             await self._turn(connection, path, prompt, rollout, turn, call_ids)
             if job.pause_s:

@@ -106,6 +106,9 @@ async def throughput(bench: GatewayBench) -> None:
     if (Rllm.name, most) in samples:
         name = f"requests_by_rllm_at_{most}"
         report.figures[f"{name}_of_one_process"] = _by_rllm(samples, ours, most)
+        report.figures[f"cpu_by_rllm_at_{most}"] = paired(
+            samples[ours.name, most], samples[Rllm.name, most], lambda a, b: a.cpu_ms / b.cpu_ms
+        )
         report.at_least(name, _by_rllm(samples, StepwellReplicas, most), 4.0)
     flat = paired(samples[ours.name, most], alone, lambda a, b: a.cpu_ms / b.cpu_ms)
     report.at_most(f"cpu_at_{most}_by_{few}", flat, 1.3)
@@ -117,7 +120,7 @@ async def delayed(bench: GatewayBench) -> None:
     """The same with an engine that takes 50 ms; and, of one process of ours, once more with
     trajectories that stay open and begin one after the other."""
     size, report, ours = bench.size, bench.report, bench.ours
-    most, groups = max(size.connections), size.delayed_groups
+    few, most, groups = min(size.connections), max(size.connections), size.delayed_groups
     samples: Samples = {}
     left_open: list[Sample] = []
     stalls: list[dict[str, float]] = []
@@ -125,8 +128,9 @@ async def delayed(bench: GatewayBench) -> None:
     try:
         for turn in range(size.delayed_rounds):
             for system in bench.systems:
-                measured = await sample(bench, system, most, groups, turn * groups)
-                samples.setdefault((system.name, most), []).append(measured)
+                for n, n_groups in ((few, 1), (most, groups)):
+                    measured = await sample(bench, system, n, n_groups, turn * groups)
+                    samples.setdefault((system.name, n), []).append(measured)
             job = bench.job(
                 ours,
                 "chat",
@@ -188,7 +192,8 @@ async def run_job(bench: GatewayBench, system: Gateway, job: Job) -> tuple[Sampl
     result = await bench.client.run(job)
     cpu, pool_cpu = _cpu(*system.pids) - cpu, _cpu(system.pool_pid) - pool_cpu
     rss = sum(map(resident_bytes, system.pids))
-    n, asked = len(result.latencies_s), job.prompts * job.rollouts * job.turns
+    turns = job.turns - job.first_turn
+    n, asked = len(result.latencies_s), job.prompts * job.rollouts * turns
     if n != asked:
         raise RuntimeError(f"{system.name} answered {n} of {asked} requests")
     p50, p99, most = np.percentile(result.latencies_s, (50, 99, 100)) * 1e3

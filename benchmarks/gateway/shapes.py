@@ -1,8 +1,8 @@
 """Costs of long conversations, streams and many agents at once.
 
 long     20 turns to 64,000 tokens, one agent: gateway CPU of each turn
-contexts conversations that grow by 500 tokens a turn, at 12 to 60 k: CPU of each turn
-coding   the same at 45 k as coding agents have it: 20 tools in every request, streamed
+contexts 8 conversations that grow by 500 tokens a turn, at 12 to 60 k: CPU of a turn
+coding   8 at 45 k as coding agents have them, and one alone: 20 tools in each request, streamed
 short    short conversations of tool calls at 64 connections, and the same by the Responses API
 stream   one agent, an event every 5 ms: when the text of each event is seen
 events   16 agents, streams of 16 events as fast as they come: streams/s, CPU of an event
@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -61,26 +62,41 @@ async def long_conversations(bench: GatewayBench) -> None:
 
 
 async def contexts(bench: GatewayBench) -> None:
-    """Measure every system that is one process."""
+    """Measure every system that is one process, `GROWING` conversations at once."""
+    cpu_ms = {kind: await _growing(bench, kind, GROWING) for kind in CONTEXTS}
     bench.report.figures["growing_by_500_tokens_a_turn"] = [
-        {"system": system.name, "context": kind, "cpu_ms": await _growing(bench, system, kind)}
-        for kind in CONTEXTS
-        for system in bench.systems
-        if len(system.pids) == 1
+        {"system": name, "context": kind, "cpu_ms": found}
+        for kind, by_system in cpu_ms.items()
+        for name, found in by_system.items()
     ]
+    first, *_, last = (by_system[bench.ours.name] for by_system in cpu_ms.values())
+    bench.report.at_most("cpu_ms_of_longest_context", last, 2.0)
+    bench.report.at_most("longest_by_shortest_context_cpu", last / first, 3.5)
 
 
 async def coding(bench: GatewayBench) -> None:
-    """Measure every system that is one process, whole and streamed."""
-    bench.report.figures["coding_agents_at_45k"] = [
-        {
-            "system": system.name,
-            "cpu_ms": await _growing(bench, system, "coding"),
-            "streamed_cpu_ms": await _growing(bench, system, "coding", stream=True),
-        }
-        for system in bench.systems
-        if len(system.pids) == 1
-    ]
+    """Measure every system that is one process, whole and streamed: `GROWING` conversations at
+    once, and one that pauses after each turn, as an agent does while its tools run (a core that
+    slept costs more)."""
+    rows = []
+    for connections in (1, GROWING):
+        whole = await _growing(bench, "coding", connections)
+        streamed = await _growing(bench, "coding", connections, stream=True)
+        rows += [
+            {
+                "system": name,
+                "conversations": connections,
+                "cpu_ms": whole[name],
+                "streamed_cpu_ms": streamed[name],
+            }
+            for name in whole
+        ]
+    bench.report.figures["coding_agents_at_45k"] = rows
+    # Of the last: those at once.
+    bench.report.at_most("cpu_ms_of_coding_streamed", streamed[bench.ours.name], 2.5)
+    if Rllm.name in streamed:
+        less = streamed[Rllm.name] / streamed[bench.ours.name]
+        bench.report.at_least("rllm_cpu_by_coding_streamed", less, 4.0)
 
 
 async def short_conversations(bench: GatewayBench) -> None:
@@ -123,23 +139,35 @@ async def short_conversations(bench: GatewayBench) -> None:
 
 
 async def _growing(
-    bench: GatewayBench, system: Gateway, kind: str, *, stream: bool = False
-) -> float:
-    """Median CPU of a turn in milliseconds, first turns left out."""
-    job = bench.job(
-        system,
-        kind,
-        connections=1,
-        prompts=GROWING if bench.size.conversations > 1 else 1,
-        rollouts=1,
-        turns=GROWING_TURNS,
-        stream=stream,
-        cpu_pid=system.pids[0],
-        pause_s=PAUSE_S / 5,
-    )
-    cpu_s = (await bench.client.run(job)).cpu_s
-    await system.settle(job)
-    return 1e3 * statistics.median(s for turns in cpu_s for s in turns[1:])
+    bench: GatewayBench, kind: str, connections: int, *, stream: bool = False
+) -> dict[str, float]:
+    """CPU of a turn in milliseconds by system, taking turns; each conversation's first left out."""
+    conversations = GROWING if bench.size.conversations > 1 else 1
+    samples: dict[str, list[float]] = defaultdict(list)
+    for turn in range(bench.size.rounds):
+        for system in bench.systems:
+            if len(system.pids) != 1:
+                continue
+            opening = bench.job(
+                system,
+                kind,
+                connections=min(connections, conversations),
+                prompts=conversations,
+                first_prompt=turn * conversations,
+                rollouts=1,
+                turns=1,
+                stream=stream,
+                complete_path=None,
+                pause_s=PAUSE_S / 5 if connections == 1 else 0.0,
+            )
+            await run_job(bench, system, opening)
+            growing = replace(
+                opening, first_turn=1, turns=GROWING_TURNS, complete_path=system.complete_path
+            )
+            found, _ = await run_job(bench, system, growing)
+            await system.settle(growing)
+            samples[system.name].append(found.cpu_ms)
+    return {name: statistics.median(found) for name, found in samples.items()}
 
 
 async def streams(bench: GatewayBench) -> None:
