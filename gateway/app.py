@@ -121,7 +121,7 @@ class _App(FastAPI):
         except ConnectionResetError:  # nobody is left to answer
             return
         except Exception as e:  # noqa: BLE001 - told in the dialect's shape
-            refused = _refusal(call.target.path, e)
+            refused = _refusal(call.target.path, headers, e)
             if not call.response_started:
                 await call.connection.drain()  # of a client that asks on and reads nothing
                 call.respond(refused)
@@ -153,18 +153,18 @@ class _App(FastAPI):
         except ConnectionResetError:
             return
         except Exception as e:  # noqa: BLE001 - whatever it is, its client is answered
-            response = _refusal(path, e)
+            response = _refusal(path, Headers(scope=scope), e)
         await response(scope, receive, send)
 
 
-def _refusal(path: str, e: Exception) -> Response:
-    """The answer to a request that failed, in the shape of its path."""
+def _refusal(path: str, headers: Headers, e: Exception) -> Response:
+    """The answer to a request that failed, in the shape of its dialect."""
     if isinstance(e, DataPoolError):  # the pool refused what a client sent
         e = from_pool(e)
     elif not isinstance(e, GatewayError):  # a bug of ours: logged, and the client is told
         log.error("%s failed", path, exc_info=e)
         e = GatewayError(f"the gateway failed ({type(e).__name__}); see its log")
-    return error_response(path, e)
+    return error_response(path, headers, e)
 
 
 async def _cors_headers(cors: CORSMiddleware, headers: Headers) -> bytes:
@@ -213,6 +213,8 @@ def create_app(
 async def _no_endpoint(request: Request, e: Any) -> Response:
     path = request.url.path
     remedy = "see /openapi.json for what this gateway serves"
+    if request.method == "POST" and ":" in path.rpartition("/models/")[2]:
+        e = HTTPException(404)  # the path of a method is that of a model, too, which may be read
     if "/v1/v1/" in path:
         remedy = "/v1 is there twice: leave it out of the client's base URL"
     elif path.endswith(CALLS) and "/v1/" not in path:
@@ -223,7 +225,7 @@ async def _no_endpoint(request: Request, e: Any) -> Response:
         remedy = "/v1beta is missing before /models"
     refused = PathError(f"{request.method} {path}: {e.detail}; {remedy}")
     refused.status = e.status_code
-    answer = error_response(request.url.path, refused)
+    answer = error_response(request.url.path, request.headers, refused)
     headers = e.headers or {}
     if headers.get("Allow") == "GET":
         headers = {"Allow": "GET, HEAD"}

@@ -233,8 +233,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *_gemini("countTokens", routes.count_gemini_tokens, is_call=False),
     *_both("GET", "responses/{response_id}", routes.stored_response),
     *_both("DELETE", "responses/{response_id}", routes.delete_response),
-    *_both("GET", "models", routes.models),
-    *_both("GET", "models/{model:path}", routes.model),
+    *(Endpoint("GET", f"{base}/models", "agent", routes.models) for base in GEMINI_BASES),
+    *(
+        Endpoint("GET", f"{base}/models/{{model:path}}", "agent", routes.model)
+        for base in GEMINI_BASES
+    ),
     # Trajectories and groups.
     Endpoint("POST", "/init_trajectory", "admin", life.init_trajectory, life.InitTrajectory),
     Endpoint("POST", "/v1/groups", "agent", life.declare_group, life.DeclareGroup),

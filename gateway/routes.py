@@ -438,11 +438,11 @@ def _remembered(request: Request) -> dict[str, Any]:
 
 
 async def models(request: Request) -> Response:
-    """The one model that is served, with its context length in tokens, as OpenAI and Anthropic list
-    models."""
+    """The one model that is served, with its context length in tokens, as OpenAI, Anthropic and
+    Google list models: their SDKs ask for them at the same path."""
     served = await _served(request)
     page = {"has_more": False, "first_id": served["id"], "last_id": served["id"]}
-    return OrjsonResponse({"object": "list", "data": [served], **page})
+    return OrjsonResponse({"object": "list", "data": [served], **page, "models": [served]})
 
 
 async def model(request: Request) -> Response:
@@ -462,7 +462,15 @@ async def _served(request: Request) -> dict[str, Any]:
     name, context = services.config.served_model_name, await services.engine.context_length()
     openai = {"object": "model", "created": 0, "owned_by": "stepwell", "max_model_len": context}
     anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-    return {"id": name, **openai, **anthropic, "max_input_tokens": context}
+    google = {
+        "name": f"models/{name}",
+        "version": str(services.engine.version or 0),
+        "displayName": name,
+        "inputTokenLimit": context,
+        "outputTokenLimit": context,
+        "supportedGenerationMethods": ["generateContent", "streamGenerateContent", "countTokens"],
+    }
+    return {"id": name, **openai, **anthropic, "max_input_tokens": context, **google}
 
 
 # -- white-box -------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
-"""Dialect of each path: below `/v1/`, and Gemini's by its methods."""
+"""Dialect of each path, or of the client, where dialects share a path."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from stepwell.gateway.access import is_gemini
@@ -41,13 +44,23 @@ _CALLS = make_dialects("", OpenAIResponses())
 PATHS = tuple(_CALLS)
 _WORDING = {**_CALLS, "generate": TokenGenerate()}  # below /inference/v1/
 _GEMINI = Gemini()
+_OF_HEADERS: Mapping[str, Dialect] = {
+    "x-goog-api-client": _GEMINI,
+    "x-goog-api-key": _GEMINI,
+    "anthropic-version": _CALLS["messages"],
+}
+"""Dialects by the headers of their SDKs, which share paths (`/v1/models`)."""
 
 
-def error_response(url_path: str, e: GatewayError) -> Response:
-    """An error in the shape of the path's dialect; OpenAI's elsewhere."""
+def error_response(url_path: str, headers: Headers, e: GatewayError) -> Response:
+    """An error in the shape of the path's dialect, else of the client's; OpenAI's elsewhere."""
     _, _, below = url_path.rpartition("/v1/")  # the last one: a uid may be `v1`
     dialect = next(
-        (d for path, d in _WORDING.items() if below == path or below.startswith(path + "/")),
-        _GEMINI if is_gemini(url_path) else _WORDING["chat/completions"],
+        (d for path, d in _WORDING.items() if below == path or below.startswith(path + "/")), None
     )
+    if dialect is None and is_gemini(url_path):
+        dialect = _GEMINI
+    if dialect is None:
+        named = (d for name, d in _OF_HEADERS.items() if name in headers)
+        dialect = next(named, _CALLS["chat/completions"])
     return OrjsonResponse(dialect.error(e), status_code=e.status, headers=e.headers())

@@ -208,8 +208,8 @@ async def test_a_stream_that_fails_ends_with_the_error(wire: Wire, method: str) 
 async def test_what_is_not_served_of_googles_api_is_refused_in_its_shape(wire: Wire) -> None:
     status, got, _ = await wire.post("embedContent")
     assert (status, json.loads(got)["error"]["status"]) == (404, "NOT_FOUND")
-    async with wire.session.get(f"{wire.world.url}/v1beta/models") as answer:
-        assert answer.status == 404
+    async with wire.session.get(f"{wire.world.url}/v1beta/files") as answer:
+        assert (answer.status, (await answer.json())["error"]["status"]) == (404, "NOT_FOUND")
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,14 @@ ROWS: dict[str, Row] = {
     "model, no URL": Row(
         "/v1/models/stepwell", method="GET", others=200, sibling=200, guess_bound=200
     ),
+    "models of Google's": Row(f"{UNDER}beta/models", method="GET", others=200),
+    "model of Google's": Row(f"{UNDER}beta/models/stepwell", method="GET", others=200),
+    "models of Google's, no URL": Row(
+        "/v1beta/models", method="GET", others=200, sibling=200, guess_bound=200
+    ),
+    "model of Google's, no URL": Row(
+        "/v1beta/models/stepwell", method="GET", others=200, sibling=200, guess_bound=200
+    ),
     "ready": Row("/ready", method="GET", others=200, sibling=200, guess_bound=200),
     # Whether its own key deletes it is a test of its own.
     "delete": operators("/v1/trajectories/{trajectory_uid}", method="DELETE", own=None),

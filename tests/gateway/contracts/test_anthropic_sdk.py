@@ -239,6 +239,9 @@ async def test_the_served_model_has_what_the_sdk_says_of_one(worlds: Callable[..
     assert model.max_input_tokens == 4096
     assert (page.has_more, page.first_id, page.last_id) == (False, model.id, model.id)
     assert await client.models.retrieve(model.id) == model
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await client.models.retrieve("claude-9")
+    assert missing.value.body["error"]["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize("credentials", [{"api_key": "k"}, {"api_key": None, "auth_token": "k"}])

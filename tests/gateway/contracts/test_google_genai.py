@@ -309,6 +309,23 @@ async def test_plain_urls_group_calls_by_conversation(world: World, stream: bool
     assert c.trajectory_uid != a.trajectory_uid
 
 
+@pytest.mark.parametrize("version", ["v1", "v1beta"])
+@pytest.mark.parametrize("name", ["stepwell", "Qwen/Qwen3-4B"])
+async def test_the_served_model_is_listed_and_found(
+    worlds: Callable[..., Any], name: str, version: str
+) -> None:
+    world = await worlds(served_model_name=name)
+    for url in (world.url, world.base_url()):
+        client = connect(world, url, api_version=version)
+        (listed,) = [model async for model in await client.aio.models.list()]
+        assert (listed.name, listed.display_name) == (f"models/{name}", name)
+        assert (listed.input_token_limit, listed.output_token_limit) == (4096, 4096)
+        assert "generateContent" in listed.supported_actions
+        for asked in (name, listed.name):
+            assert await client.aio.models.get(model=asked) == listed
+    assert world.stored() == []
+
+
 # -- errors and keys -------------------------------------------------------------------------
 
 
@@ -327,6 +344,22 @@ async def test_errors_are_the_sdks_exceptions(world: World) -> None:
         await generate(connect(world, f"{world.url}/t1/other"), "async", HI)
     assert (conflict.value.code, conflict.value.status) == (409, "ALREADY_EXISTS")
     assert len(world.engine.requests) == n
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta"])
+async def test_models_and_paths_that_are_not_there_are_the_sdks_exceptions(
+    world: World, version: str
+) -> None:
+    models = connect(world, api_version=version).aio.models
+    for asked in (
+        models.get(model="gemini-9"),
+        models.list(config={"query_base": False}),
+        models.embed_content(model="m", contents=HI),
+    ):
+        with pytest.raises(errors.ClientError) as missing:
+            await asked
+        assert (missing.value.code, missing.value.status) == (404, "NOT_FOUND")
+        assert missing.value.details["error"]["code"] == 404
 
 
 @pytest.mark.parametrize("failure", ["before", "after"])
