@@ -78,6 +78,12 @@ def make_call(name: Any, arguments: Any, uid: str | None = None) -> ToolCall | N
     return ToolCall(uid or f"call_{urandom(12).hex()}", name, text)
 
 
+def next_id(uid: str) -> str:
+    """An id in place of `uid`, which another call of the reply has: Kimi's with the next number."""
+    head, colon, number = uid.rpartition(":")
+    return f"{head}:{int(number) + 1}" if colon else _mistral_id()
+
+
 def parse_call(body: str, *, bare: bool = False) -> ToolCall | None:
     """The call in `{"name": …, "arguments": {…}}`, or None if it is none.
 
@@ -213,7 +219,7 @@ def _parse_numbered_call(body: str) -> ToolCall | None:
     is what its chat template shows."""
     uid, _, arguments = body.partition(_ARGUMENTS)
     name, _, number = uid.rpartition(":")
-    if not (number.strip().isascii() and number.strip().isdigit()):
+    if re.fullmatch(r"\s*[0-9]{1,9}\s*", number) is None:
         return None
     return _named(name.strip().removeprefix("functions."), arguments, uid.strip())
 
@@ -228,6 +234,10 @@ MISTRAL_HEAD = re.compile(
 )
 """Text before the JSON of a Mistral model's calls: a name, or nothing."""
 _MISTRAL_ID = re.compile("[a-zA-Z0-9]{9}")
+
+
+def _mistral_id() -> str:
+    return urandom(5).hex()[:9]
 
 
 def _parse_mistral_calls(body: str) -> list[ToolCall]:
@@ -247,7 +257,7 @@ def _parse_mistral_calls(body: str) -> list[ToolCall]:
             return []
         uid = each.get("id")
         is_given = isinstance(uid, str) and _MISTRAL_ID.fullmatch(uid)
-        uid = uid if is_given else urandom(5).hex()[:9]
+        uid = uid if is_given else _mistral_id()
         if (call := make_call(each.get("name"), each.get("arguments", {}), uid)) is None:
             return []
         calls.append(call)

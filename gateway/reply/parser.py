@@ -27,6 +27,7 @@ from stepwell.gateway.reply.calls import (
     MISTRAL_HEAD,
     JsonScanner,
     ToolCall,
+    next_id,
     numbered_id,
 )
 from stepwell.gateway.tokens.messages import Tool
@@ -120,6 +121,8 @@ class ReplyParser:
         self._visible: _State = ReplyParser._bare_call if bare else ReplyParser._content
         self._offered = offered
         self._numbers = None if first_call is None else count(first_call)
+        self._ids: set[str] = set()
+        """Ids of the calls so far: results are told apart by them."""
         self._opened = ""
         """Markup that the call being read begins with."""
         self._scanner: JsonScanner | None = None
@@ -287,7 +290,12 @@ class ReplyParser:
         calls = self._form.read(body, self._offered)
         if self._numbers is not None:
             calls = [replace(call, id=numbered_id(next(self._numbers))) for call in calls]
-        self._deltas += calls
+        for call in calls:
+            uid = call.id
+            while uid in self._ids:  # the model may give one id twice
+                uid = next_id(uid)
+            self._ids.add(uid)
+            self._deltas.append(call if uid == call.id else replace(call, id=uid))
         if calls:
             self._waits = self._after_call = True
         return bool(calls)

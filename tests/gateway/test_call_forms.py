@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -211,6 +212,35 @@ async def test_results_of_parallel_calls_follow_the_turn_as_the_template_writes_
     shown = [{**m, "content": m.get("content", "")} for m in messages[:4]]
     whole = ChatRenderer(world.tokenizer).text(shown, TOOLS, {})
     assert prompt[-200:] == whole[-200:]
+    world.check_exact()
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "second"),
+    [
+        ("kimi_k2", "functions.look:0", "functions.look:1"),
+        ("mistral", "Given0001", "[0-9a-f]{9}"),
+    ],
+)
+async def test_calls_to_which_the_model_gave_one_id_are_told_apart_and_extended(
+    worlds: Any, family: str, given: str, second: str
+) -> None:
+    world: World = await worlds(family)
+    client = await world.client()
+    world.engine.script.append(Sampled(sampled(world, family, [given, given])))
+    answer = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)
+    reply = answer.choices[0].message.model_dump(exclude_none=True)
+    first, other = (call["id"] for call in reply["tool_calls"])
+    assert first == given
+    assert re.fullmatch(second, other)
+    results = [
+        {"role": "tool", "tool_call_id": uid, "content": f"of {uid}"} for uid in (other, first)
+    ]
+    world.say("It is there.")
+    await client.chat.completions.create(model="m", messages=[USER, reply, *results], tools=TOOLS)
+    assert [step.parent_index for step in world.stored()] == [None, 0]
+    prompt = world.tokenizer.decode(world.stored()[1].prompt_ids.tolist())
+    assert prompt.index(f"of {first}") < prompt.index(f"of {other}")
     world.check_exact()
 
 
