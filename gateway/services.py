@@ -122,7 +122,7 @@ class Services:
         """One of `dialects`: its answers can be read again."""
         self.dialects = make_dialects(template, self.responses)
         """Dialects by path below `/v1/`."""
-        self.gemini = make_gemini(template)
+        self.gemini = make_gemini(template, replies.style)
         """Gemini's dialects by method, and the form of its stream."""
         self.rollout_buffer = RolloutBuffer(
             config,

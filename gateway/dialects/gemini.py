@@ -24,6 +24,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from stepwell.gateway.access import Principal
+from stepwell.gateway.config import CallStyle
 from stepwell.gateway.dialects.base import (
     NOTHING,
     PLACE,
@@ -59,7 +60,7 @@ from stepwell.gateway.dialects.params import (
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.calls import CALL_FORMS, ToolCall
 from stepwell.gateway.reply.parser import Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Tool, Tools
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -263,13 +264,20 @@ class Gemini(Dialect):
     name = "gemini"
     list_name = "contents"
 
-    def __init__(self, chat_template: str = "", stream: Stream | None = None) -> None:
+    def __init__(
+        self,
+        chat_template: str = "",
+        stream: Stream | None = None,
+        style: CallStyle = "hermes",
+    ) -> None:
         """
         Args:
             chat_template: looked through for the switches that `thinkingLevel` can turn.
             stream: form of the stream that is answered; None: the answer comes whole.
+            style: form of the model's calls.
         """
         self._chat_template = chat_template
+        self._numbered = CALL_FORMS[style].numbered
         self._stream = stream
         if stream == "array":
             self.stream_headers = {**STREAM_HEADERS, **JSON_HEADERS}
@@ -324,7 +332,8 @@ class Gemini(Dialect):
         template_args = effort_args(effort, self._chat_template, where, ignored)
         if thinking.thinking_budget == 0:
             template_args = {**template_args, "enable_thinking": False}
-        conversation = Conversation.read(params.system_instruction, contents, known)
+        system = params.system_instruction
+        conversation = Conversation.read(system, contents, known, self._numbered)
         call = ChatRequest(
             messages=conversation.messages,
             tools=tools or None,

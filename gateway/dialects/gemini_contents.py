@@ -4,8 +4,9 @@
     tools ──► functions       an OpenAPI schema becomes a JSON schema
 
 Agents return the ids of calls, leave them out (Gemini 2 has none), or make their own. Calls are
-therefore numbered in the order of the conversation (`call_0`, `call_1`, …), in what is answered and
-in what is sent back, so that both are the same whatever ids they have.
+therefore numbered in the order of the conversation (`call_0`, `call_1`, …; Kimi's and Mistral's in
+the form that their chat templates take), in what is answered and in what is sent back, so that both
+are the same whatever ids they have.
 
 Does not own: the fields around them, answers (`gemini.py`).
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,20 +151,28 @@ class Conversation:
     n_calls: int = 0
     """Function calls so far."""
     known: Known = field(default_factory=Known)
+    numbered: Callable[[int, str], str] = numbered_id
+    """Id of a call by its number and the tool's name."""
     _turn: AssistantTurn | None = None
     """The model's turn that is being read."""
-    _of_id: dict[str | None, deque[int]] = field(default_factory=dict)
-    """Calls of the last turn by the ids that were sent."""
-    _of_name: dict[str | None, deque[int]] = field(default_factory=dict)
-    _answered: set[int] = field(default_factory=set)
+    _of_id: dict[str | None, deque[str]] = field(default_factory=dict)
+    """Ids of the last turn's calls by those that were sent."""
+    _of_name: dict[str | None, deque[str]] = field(default_factory=dict)
+    _answered: set[str] = field(default_factory=set)
 
     @classmethod
-    def read(cls, system: Any, contents: list[Any], known: Known = NOTHING) -> Conversation:
+    def read(
+        cls,
+        system: Any,
+        contents: list[Any],
+        known: Known = NOTHING,
+        numbered: Callable[[int, str], str] = numbered_id,
+    ) -> Conversation:
         """
         Raises:
             RequestError
         """
-        conversation = cls(n_calls=known.start.n_calls, known=known)
+        conversation = cls(n_calls=known.start.n_calls, known=known, numbered=numbered)
         if system is not None and (text := system_text(system)):
             conversation.messages.append({"role": "system", "content": text})
         conversation.n_outside = n_outside = len(conversation.messages)
@@ -243,10 +252,10 @@ class Conversation:
             raise wrong(f"{where}.args", args, "send an object")
         if sent.get("partialArgs"):
             raise wrong(f"{where}.partialArgs", sent["partialArgs"], "send whole args")
-        number, call_id = self.n_calls, numbered_id(self.n_calls)
+        call_id = self.numbered(self.n_calls, name)
         self.n_calls += 1
-        self._of_id.setdefault(optional(sent, "id", where), deque()).append(number)
-        self._of_name.setdefault(name, deque()).append(number)
+        self._of_id.setdefault(optional(sent, "id", where), deque()).append(call_id)
+        self._of_name.setdefault(name, deque()).append(call_id)
         return {
             "id": call_id,
             "type": "function",
@@ -277,9 +286,9 @@ class Conversation:
             queues.insert(0, self._of_id.get(sent_id))
         for queue in queues:
             while queue:
-                if (number := queue.popleft()) not in self._answered:
-                    self._answered.add(number)
-                    return numbered_id(number)
+                if (call_id := queue.popleft()) not in self._answered:
+                    self._answered.add(call_id)
+                    return call_id
         return None
 
 

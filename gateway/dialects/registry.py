@@ -8,9 +8,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from stepwell.gateway.access import is_gemini
+from stepwell.gateway.config import CallStyle
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.dialects.base import Dialect
-from stepwell.gateway.dialects.gemini import Gemini
+from stepwell.gateway.dialects.gemini import Gemini, Stream
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_compact import OpenAICompact
 from stepwell.gateway.dialects.openai_completions import OpenAICompletions
@@ -31,13 +32,14 @@ def make_dialects(chat_template: str, responses: OpenAIResponses) -> dict[str, D
     }
 
 
-def make_gemini(chat_template: str) -> dict[str, Gemini]:
+def make_gemini(chat_template: str, style: CallStyle) -> dict[str, Gemini]:
     """Gemini's dialect by its method, and by the form of its stream (`alt`)."""
-    return {
-        "generateContent": Gemini(chat_template),
-        "streamGenerateContent": Gemini(chat_template, "array"),
-        "streamGenerateContent?alt=sse": Gemini(chat_template, "sse"),
+    forms: dict[str, Stream | None] = {
+        "generateContent": None,
+        "streamGenerateContent": "array",
+        "streamGenerateContent?alt=sse": "sse",
     }
+    return {method: Gemini(chat_template, form, style) for method, form in forms.items()}
 
 
 _CALLS = make_dialects("", OpenAIResponses())

@@ -53,8 +53,8 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
-def numbered_id(n: int) -> str:
-    """The id of call `n` of a conversation whose calls are numbered."""
+def numbered_id(n: int, name: str) -> str:
+    """Id of call `n` of a conversation whose calls are numbered; most chat templates take any."""
     return f"call_{n}"
 
 
@@ -282,6 +282,8 @@ class CallForm:
     """Texts that all calls of a reply stand between; it may lack them."""
     inner: tuple[str, ...] = ()
     """Further markup of a call that may be tokens."""
+    numbered: Callable[[int, str], str] = numbered_id
+    """Id that chat templates take for call n of a conversation, by n and the tool's name."""
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -318,6 +320,7 @@ CALL_FORMS: Mapping[CallStyle, CallForm] = {
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         inner=(_ARGUMENTS,),
         read=lambda body, _: _one(_parse_numbered_call(body)),
+        numbered=lambda n, name: f"functions.{name}:{n}",
     ),
     "minimax-m2": CallForm(
         opening="<invoke name=",
@@ -330,6 +333,7 @@ CALL_FORMS: Mapping[CallStyle, CallForm] = {
         closing="",
         inner=("[ARGS]", "[CALL_ID]"),
         read=lambda body, _: _parse_mistral_calls(body),
+        numbered=lambda n, _: f"call{n:05}",
     ),
     "llama3_json": CallForm(
         opening="",

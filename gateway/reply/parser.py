@@ -28,7 +28,6 @@ from stepwell.gateway.reply.calls import (
     JsonScanner,
     ToolCall,
     next_id,
-    numbered_id,
 )
 from stepwell.gateway.tokens.messages import Tool
 
@@ -289,7 +288,8 @@ class ReplyParser:
         """Put the calls that `body` makes, if any."""
         calls = self._form.read(body, self._offered)
         if self._numbers is not None:
-            calls = [replace(call, id=numbered_id(next(self._numbers))) for call in calls]
+            given = self._form.numbered
+            calls = [replace(c, id=given(next(self._numbers), c.name)) for c in calls]
         for call in calls:
             uid = call.id
             while uid in self._ids:  # the model may give one id twice

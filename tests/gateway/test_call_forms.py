@@ -244,6 +244,40 @@ async def test_calls_to_which_the_model_gave_one_id_are_told_apart_and_extended(
     world.check_exact()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_calls_of_gemini_have_ids_that_the_chat_template_takes(
+    worlds: Any, family: str
+) -> None:
+    world: World = await worlds(family)
+    own = {"kimi_k2": "functions.look:{}", "mistral": "call{:05}", "ministral": "call{:05}"}
+    dialect, ids = Gemini(), [own.get(family, "call_{}").format(i) for i in range(2)]
+    world.engine.script.append(Sampled(sampled(world, family, IDS.get(family, ids))))
+    contents = [*dialect.body["contents"]]
+    results = [
+        {"functionResponse": {"name": "look", "response": {"output": f"result {i}"}}}
+        for i in range(2)
+    ]
+    shown = [USER, {"role": "assistant", "content": "I see.", "tool_calls": calls_of(ids)}]
+    shown += [{"role": "tool", "tool_call_id": ids[i], "content": f"result {i}"} for i in range(2)]
+    whole = ChatRenderer(world.tokenizer).text(shown, TOOLS, {})
+    async with aiohttp.ClientSession() as session:
+        url = f"{world.base_url()}/{dialect.path}"
+        async with session.post(url, json={**dialect.body, "contents": contents}) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        assert [uid for uid, *_ in dialect.read(answer)[1]] == ids
+        contents += [answer["candidates"][0]["content"], {"role": "user", "parts": results}]
+        for trajectory in ("", "t2"):  # the turn is extended, and rendered whole
+            url = f"{world.base_url(trajectory) if trajectory else world.base_url()}/{dialect.path}"
+            async with session.post(url, json={**dialect.body, "contents": contents}) as response:
+                assert response.status == 200, await response.text()
+    _, extended, rendered = world.stored()
+    assert (extended.parent_index, rendered.parent_index) == (0, None)
+    for step in (extended, rendered):
+        assert world.tokenizer.decode(step.prompt_ids.tolist())[-150:] == whole[-150:]
+    world.check_exact()
+
+
 async def test_calls_are_read_where_the_template_begins_shown_turns_in_another_way(
     worlds: Any, tmp_path: Path
 ) -> None:
