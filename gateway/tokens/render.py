@@ -246,6 +246,10 @@ class ChatRenderer:
         middle = close.middle
         if turn.calls:
             middle = middle.replace(_EXAMPLE_IDS[0], turn.calls[-1][0])
+        last = turn.response_ids[-1]
+        users = self._close  # GLM's differs from the tool's, which the turn may have ended with
+        if users and last != close.token_id and text.startswith(middle + users.text):
+            close = users
         if not text.startswith(middle + close.text):
             raise CutError("cut_failed")
         if self._thinking == "template" and turn.has_reasoning:
@@ -256,7 +260,7 @@ class ChatRenderer:
         ids = self.tokenizer.encode(text[len(middle) :], context)
         if len(ids) < 2 or ids[0] != close.token_id:
             raise CutError("cut_failed")
-        ids = ids[1:] if turn.response_ids[-1] == close.token_id else ids
+        ids = ids[1:] if last == close.token_id else ids
         if turn.calls and self._section_end is not None:
             closing, end = self._section_end
             if self.tokenizer.decode(turn.response_ids[-_TAIL:].tolist()).endswith(closing):

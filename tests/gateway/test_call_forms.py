@@ -278,6 +278,27 @@ async def test_calls_of_gemini_have_ids_that_the_chat_template_takes(
     world.check_exact()
 
 
+async def test_a_call_that_only_a_user_follows_is_extended_unless_it_ended_for_a_tool(
+    worlds: Any,
+) -> None:
+    """GLM's turn ends with the token of the message behind it, which the model samples."""
+    world: World = await worlds("glm45")
+    client = await world.client()
+    ids = sampled(world, "glm45", ["callid001", "callid002"])
+    for uid, reply in (("cut", Sampled(ids[:-1], finish="length")), ("ended", Sampled(ids))):
+        client = await world.client(uid)
+        world.engine.script.append(reply)
+        answer = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)
+        said = answer.choices[0].message.model_dump(exclude_none=True)
+        messages = [USER, said, {"role": "user", "content": "Stop, look there."}]
+        await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    cut, extended, _, branch = world.stored()
+    assert (extended.parent_index, branch.parent_index) == (0, None)
+    new = extended.prompt_ids[len(cut.prompt_ids) + len(cut.response_ids) :].tolist()
+    assert world.tokenizer.decode(new) == "<|user|>\nStop, look there.<|assistant|>"
+    world.check_exact()
+
+
 async def test_calls_are_read_where_the_template_begins_shown_turns_in_another_way(
     worlds: Any, tmp_path: Path
 ) -> None:
