@@ -177,6 +177,8 @@ class Options:
     prefill: str
     edits_context: bool
     """`context_management` was sent; the answer says that nothing was done."""
+    stops: tuple[str, ...]
+    """Stop sequences of the request; its channel may have others."""
 
 
 class AnthropicMessages(Dialect):
@@ -243,7 +245,8 @@ class AnthropicMessages(Dialect):
             stream=params.stream,
             parse_tools=parse_tools,
         )
-        options = Options(thinking, prefill, params.context_management is not None)
+        edits = params.context_management is not None
+        options = Options(thinking, prefill, edits, params.stop_sequences)
         return Parsed(
             call,
             options,
@@ -259,7 +262,7 @@ class AnthropicMessages(Dialect):
         return {
             **_message_head(exchange, reply.n_prompt),
             "content": whole(writer.events(exchange.calls[0].deltas)),
-            **_stop(reply),
+            **_stop(reply, options),
             "usage": _usage(reply.n_prompt, reply.n_response),
             **_applied_edits(options),
         }
@@ -309,7 +312,7 @@ class _MessageWriter(StreamWriter):
         return self._template(delta.text)
 
     def reply(self, sample: int, reply: LiveCall, tokens: Sequence[SampledToken]) -> bytes:
-        delta = {"type": "message_delta", "delta": _stop(reply)}
+        delta = {"type": "message_delta", "delta": _stop(reply, self._options)}
         usage = _usage(reply.n_prompt, reply.n_response)
         ended = {**delta, **_applied_edits(self._options), "usage": usage}
         return b"".join(map(_frame, (*self._blocks.finish(), ended)))
@@ -360,13 +363,12 @@ def _usage(n_prompt: int, n_response: int) -> dict[str, Any]:
     }
 
 
-def _stop(reply: LiveCall) -> dict[str, Any]:
+def _stop(reply: LiveCall, options: Options) -> dict[str, Any]:
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
-    sequence = reply.text.stop_sequence if reply.finish_reason == "stop" else None
-    return {
-        "stop_reason": reason[reply.finish_reason] if sequence is None else "stop_sequence",
-        "stop_sequence": sequence,
-    }
+    sequence = reply.text.stop_sequence
+    if reply.finish_reason == "stop" and sequence in options.stops:
+        return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+    return {"stop_reason": reason[reply.finish_reason], "stop_sequence": None}
 
 
 def _applied_edits(options: Options) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import aiohttp
 import pytest
 
-from stepwell.gateway.config import Tuning
+from stepwell.gateway.config import ChannelSampling, Tuning
 from tests.gateway.conftest import Sampled, World, eos_id
 
 Body = dict[str, Any]
@@ -386,6 +386,18 @@ async def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens(
     assert (text, finish) == ("think", dialect.finishes["cut"])
     assert world.engine.requests[-1]["sampling_params"]["stop"][-1] == STOP
     assert world.stored()[-1].response_ids.tolist() == said.ids
+
+
+@BOTH_FORMS
+@EACH
+async def test_a_stop_string_of_the_channel_ends_the_text_as_the_models_own_end_does(
+    worlds: Any, dialect: Dialect, stream: bool
+) -> None:
+    world = await worlds(sampling={"train": ChannelSampling(stop=(STOP,))})
+    agent = await agent_of(world, dialect)
+    said = world.say(f"one{STOP}", close=False, matched=STOP)
+    assert await agent.ask(dialect.body("hi"), stream) == ("one", dialect.finishes["stop"])
+    assert world.stored()[0].response_ids.tolist() == said.ids
 
 
 @EACH
