@@ -233,6 +233,16 @@ MISTRAL_HEAD = re.compile(
     rf"\s*(?:({_NAME})(?:\[CALL_ID\]({_NAME}))?\[ARGS\]\s*(?=\{{)|(?=[\[{{]))"
 )
 """Text before the JSON of a Mistral model's calls: a name, or nothing."""
+_REST_OF_HEAD = "x[CALL_ID]x[ARGS]{"
+
+
+def may_begin_head(text: str) -> bool:
+    """True if `text` may still become a `MISTRAL_HEAD`."""
+    text = text.lstrip()[:300]  # two names and the markup
+    rest = _REST_OF_HEAD
+    return any(MISTRAL_HEAD.match(text + rest[at:]) for at in range(len(rest)))
+
+
 _MISTRAL_ID = re.compile("[a-zA-Z0-9]{9}")
 
 

@@ -27,6 +27,7 @@ from stepwell.gateway.reply.calls import (
     MISTRAL_HEAD,
     JsonScanner,
     ToolCall,
+    may_begin_head,
     next_id,
 )
 from stepwell.gateway.tokens.messages import Tool
@@ -260,6 +261,10 @@ class ReplyParser:
     def _call(self, final: bool) -> bool:
         closing = self._form.closing
         end = self._buffer.find(closing) if closing else self._json_end()
+        if not closing and self._scanner is None and not may_begin_head(self._buffer):
+            self._put(ContentDelta(self._opened))
+            self._opened, self._state = "", ReplyParser._content
+            return True
         if end < 0 and not final:
             return False
         n = len(self._buffer) if end < 0 else end + len(closing)

@@ -449,3 +449,20 @@ def test_a_mistral_model_calls_several_tools_at_once_and_names_its_calls() -> No
     named = read(["[TOOL_CALLS]f[CALL_ID]abcDEF123[ARGS]{}[TOOL_CALLS]g[ARGS] {}"], style="mistral")
     assert told(named) == ("", "", [("f", "{}"), ("g", "{}")])
     assert named.tool_calls[0].id == "abcDEF123"
+
+
+@pytest.mark.parametrize("said", [" is a marker", "look it up: [ARGS]{}", "x" * 129, "f[ARGZ]{}"])
+def test_mistrals_marker_that_no_call_follows_is_told_at_once(said: str) -> None:
+    pieces = ["I see. ", "[TOOL_CALLS]", *said, "; more. "]
+    parser = ReplyParser(tools=True, reasoning=False, style="mistral")
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+    assert "".join(d.text for d in deltas if isinstance(d, ContentDelta)) == "".join(pieces)
+    # A call behind it is one.
+    for call in (
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]',
+        '[TOOL_CALLS]f[ARGS]{"x": 1}',
+    ):
+        for sent in (["".join(pieces) + call], ["".join(pieces), *call]):
+            text = read(sent, style="mistral")
+            assert text.content == "".join(pieces)
+            assert [(c.name, c.arguments) for c in text.tool_calls] == [("f", '{"x": 1}')]
