@@ -264,7 +264,8 @@ class Calls:
                 "tools",
             )
         if request.forced_tool is not None and (
-            not replies.reads_calls or renderer.call_opening(request.forced_tool) is None
+            not replies.reads_calls
+            or renderer.call_opening(request.forced_tool or None, request.tools) is None
         ):
             raise RequestError(
                 "tool_choice asks for a call, but the model's chat template does not show how a "

@@ -326,7 +326,8 @@ class Prompts:
     def forced_text(self, request: ChatRequest, prompt_ids: TokenIds) -> str:
         """The beginning of the reply that the request prescribes, behind this prompt."""
         if request.forced_tool is not None:
-            return self.renderer.call_opening(request.forced_tool or None, prompt_ids) or ""
+            name, tools = request.forced_tool or None, request.tools
+            return self.renderer.call_opening(name, tools, prompt_ids) or ""
         if not request.prefill:
             return ""
         tail = self.renderer.tokenizer.decode(prompt_ids[-8:].tolist())

@@ -97,6 +97,8 @@ class CallExample:
     """Part of `text` that precedes the tool's name; "": it is not known where the turn begins."""
     after: str
     """Part of `text` that follows the name whatever the arguments are; "": not known."""
+    before_argument: str
+    """Part of `text` that follows the name if there are arguments, up to the first one's name."""
 
 
 def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
@@ -137,7 +139,8 @@ def _call_example(
     shared = _shared(rest, empty.rpartition(name)[2])
     after = shared.rstrip("{< \n") or shared.rstrip("{<")
     before, after = (before, after) if is_known else ("", "")
-    return CallExample(name, {key: "."}, tool, prompt, said, before, after)
+    before_argument = rest.partition(key)[0]
+    return CallExample(name, {key: "."}, tool, prompt, said, before, after, before_argument)
 
 
 def _shared(first: str, second: str) -> str:
@@ -291,19 +294,30 @@ class ChatRenderer:
         expanded.flags.writeable = False
         return expanded
 
-    def call_opening(self, name: str | None, prompt_ids: TokenIds | None = None) -> str | None:
+    def call_opening(
+        self,
+        name: str | None,
+        tools: Sequence[Tool] | None,
+        prompt_ids: TokenIds | None = None,
+    ) -> str | None:
         """Beginning of a reply that calls a tool: `name`, or any for None.
 
         Args:
+            tools: whose parameters say if a call has arguments.
             prompt_ids: end with what the reply follows; a thought begun there is closed first.
 
-        None: the chat template does not show where a call begins.
+        None: the chat template does not show where a call begins, or where the name ends.
         """
-        if self._call is None or not self._call.before or (name and not self._call.after):
+        if self._call is None or not self._call.before:
             return None
         opening = self._call.before
         if name is not None:
-            opening += name + self._call.after
+            after = self._call.after
+            if not after and _requires_arguments(name, tools or ()):
+                after = self._call.before_argument
+            if not after:
+                return None
+            opening += name + after
         if prompt_ids is not None:
             tail = self.tokenizer.decode(prompt_ids[-_TAIL:].tolist())
             if tail.rstrip().endswith(THINK_OPEN):
@@ -514,6 +528,12 @@ def _is_unprobed(text: str) -> bool:
 def _entries(calls: ToolCalls) -> list[dict[str, Any]]:
     """Calls as entries of a message."""
     return [ToolCall(*call).entry() for call in calls]
+
+
+def _requires_arguments(name: str, tools: Sequence[Tool]) -> bool:
+    functions = (tool.get("function", {}) for tool in tools)
+    parameters = next((f.get("parameters") for f in functions if f.get("name") == name), None)
+    return isinstance(parameters, dict) and bool(parameters.get("required"))
 
 
 def _example_tool(name: str, key: str) -> Tool:

@@ -34,6 +34,10 @@ FAMILIES = [
 ]
 
 
+def chosen(name: str) -> Any:
+    return {"type": "function", "function": {"name": name}}
+
+
 def calls_of(ids: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {"id": uid, "type": "function", "function": {"name": "look", "arguments": json.dumps(each)}}
@@ -275,6 +279,39 @@ async def test_calls_of_gemini_have_ids_that_the_chat_template_takes(
     assert (extended.parent_index, rendered.parent_index) == (0, None)
     for step in (extended, rendered):
         assert world.tokenizer.decode(step.prompt_ids.tolist())[-150:] == whole[-150:]
+    world.check_exact()
+
+
+async def test_a_call_is_forced_by_name_where_the_first_argument_ends_the_name(
+    worlds: Any, tmp_path: Path
+) -> None:
+    """GLM-4.7 writes nothing between them, and a call without arguments ends behind the name."""
+    save_tokenizer(tmp_path, "glm45")
+    template = tmp_path / "chat_template.jinja"
+    other = template.read_text()
+    for written in ("<tool_call>' + c.function.name + '", "</arg_key>", "</arg_value>"):
+        assert f"{written}\n" in other
+        other = other.replace(f"\n{written}", written).replace(f"{written}\n", written)
+    template.write_text(other)
+    world: World = await worlds(str(tmp_path))
+    client = await world.client()
+    needs = {**PARAMETERS, "required": ["at"]}
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, parameters in (("look", needs), ("look_up", needs), ("stop", PARAMETERS))
+    ]
+    world.say("at</arg_key><arg_value>here</arg_value></tool_call>", close=False)
+    answer = await client.chat.completions.create(
+        model="m", messages=[USER], tools=tools, tool_choice=chosen("look")
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("look", '{"at": "here"}')
+    prompt = world.tokenizer.decode(world.stored()[0].prompt_ids.tolist())
+    assert prompt.endswith("<tool_call>look<arg_key>")
+    with pytest.raises(openai.BadRequestError, match="does not show how a call begins"):
+        await client.chat.completions.create(
+            model="m", messages=[USER], tools=tools, tool_choice=chosen("stop")
+        )
     world.check_exact()
 
 
