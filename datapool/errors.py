@@ -15,6 +15,7 @@ and also subclasses the matching built-in::
     ├── TrajectoryConflictError(ValueError)   trajectory_uid used under two prompt_uids
     ├── NotOwnerError(PermissionError)        a trajectory or group has another owner
     ├── TrajectoryClosedError(ValueError)     contradicts how the trajectory was closed before
+    │   └── TrajectoryCompletedError(ValueError)  it was completed, and is to be ended otherwise
     ├── UnknownTrajectoryError(KeyError)      the channel never saw it
     ├── GroupConflictError(ValueError)        prompt_uid declared again, with other numbers
     ├── GroupClosedError(ValueError)          the group was acked or dropped, or is leased
@@ -93,6 +94,9 @@ class NotOwnerError(DataPoolError, PermissionError):
 
 
 class TrajectoryClosedError(DataPoolError, ValueError): ...
+
+
+class TrajectoryCompletedError(TrajectoryClosedError): ...
 
 
 class UnknownTrajectoryError(DataPoolError, KeyError): ...

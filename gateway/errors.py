@@ -312,6 +312,7 @@ _ANSWERS: Final[Mapping[type[pool.DataPoolError], _Answer]] = {
     ),
     pool.NotOwnerError: _Answer(403, "permission_denied", kind="permission_error"),
     pool.TrajectoryClosedError: _CLOSED,
+    pool.TrajectoryCompletedError: _CLOSED._replace(code="trajectory_completed"),
     pool.GroupClosedError: _CLOSED,
     pool.StepConflictError: _CONFLICT,
     pool.StepIndexError: _CONFLICT,

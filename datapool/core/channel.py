@@ -455,7 +455,7 @@ class Channel:
             return self._late(op.trajectory_uid, closing, op.reward)
         if closing.by == "abort" or closing.reward != op.reward:
             self._keep_late_reward(op.trajectory_uid, closing, op.reward)
-            raise errors.TrajectoryClosedError(
+            raise _ended_by(closing)(
                 f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
                 f"{closing.describe()}; it cannot be completed with reward {op.reward}. "
                 "Complete a trajectory once; set_reward changes its reward until it is leased"
@@ -476,7 +476,7 @@ class Channel:
         if closing.by == "pool" and not gives_up:
             return self._late(op.trajectory_uid, closing)
         if closing.aborted is None or (op.will_retry and not closing.will_retry):
-            raise errors.TrajectoryClosedError(
+            raise _ended_by(closing)(
                 f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
                 f"{closing.describe()}; it cannot be aborted with will_retry={op.will_retry}"
             )
@@ -1518,6 +1518,12 @@ class Channel:
             why = self._why_closed(closing)
             late = rows.RewardCameLate(closing.prompt_uid, uid, reward, step_index, why)
             self.log.keep_late(late, self.now, b"")
+
+
+def _ended_by(closing: Closing) -> type[errors.TrajectoryClosedError]:
+    """Error of an end that contradicts this one."""
+    completed = errors.TrajectoryCompletedError
+    return completed if closing.aborted is None else errors.TrajectoryClosedError
 
 
 def _is_past(time: float | None, now: float) -> bool:

@@ -352,7 +352,7 @@ class Model:
         if r.by == "pool":
             return "late"
         if r.by == "abort" or r.reward != reward:
-            return "TrajectoryClosedError"
+            return self.ended(r)
         return r.state
 
     def abort_trajectory(self, uid: str, retry: bool) -> str:
@@ -368,11 +368,14 @@ class Model:
         if r.by == "pool" and not gives_up:
             return "late"
         if r.state == "complete" or (retry and not r.retry):
-            return "TrajectoryClosedError"
+            return self.ended(r)
         if gives_up:
             r.retry = False
             self.settle(r.prompt)
         return "aborted"
+
+    def ended(self, r: Rollout) -> str:
+        return "TrajectoryCompletedError" if r.state == "complete" else "TrajectoryClosedError"
 
     def drop_group(self, p: str) -> str | None:
         g = self.prompts.get(p)

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from stepwell.gateway.config import Tuning
+from stepwell.trainer.rollout.gateway import ClosedError, CompletedError, GatewayClient
 from tests.builders import until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
@@ -209,7 +210,29 @@ async def test_completing_twice_is_one_completion(world: Any, http: Http) -> Non
     url = world.base_url() + "/v1/complete_trajectory"
     assert (await http.post(url, reward=1.0))[1]["outcome"] == "complete"
     assert (await http.post(url, reward=1.0))[1]["outcome"] == "complete"
-    assert (await http.post(url, reward=0.0))[0] == 410
+    status, refused = await http.post(url, reward=0.0)
+    assert (status, refused["error"]["code"]) == (410, "trajectory_completed")
+
+
+async def test_an_answer_tells_a_completed_trajectory_from_one_that_ended_otherwise(
+    world: Any, http: Http
+) -> None:
+    for uid in ("t1", "t2"):
+        await ask(await world.client(uid))
+    await http.post(f"{world.base_url('t1')}/v1/complete_trajectory", reward=1.0)
+    await http.post(
+        f"{world.base_url('t2')}/v1/abort_trajectory", reason="it was already completed by me"
+    )
+    client = GatewayClient([world.url])
+    for uid, how, body in (
+        ("t1", "complete_trajectory", {"reward": 0.0}),
+        ("t1", "abort_trajectory", {"reason": "no"}),
+        ("t2", "complete_trajectory", {"reward": 0.0}),
+    ):
+        with pytest.raises(ClosedError) as ended:
+            await client.ask(f"{world.base_url(uid)}/v1/{how}", body)
+        assert isinstance(ended.value, CompletedError) == (uid == "t1")
+    await client.close()
 
 
 async def test_steps_are_rewarded_with_the_completion(world: Any, http: Http) -> None:

@@ -123,7 +123,8 @@ def test_every_error_of_the_pool_has_one_answer() -> None:
             answer.status != 503 or name in ("PoolFullError", "PoolSilentError")
         ), name
     assert statuses[403] == {"NotOwnerError"}
-    assert statuses[410] == {"TrajectoryClosedError", "GroupClosedError"}
+    closed = {"TrajectoryClosedError", "TrajectoryCompletedError", "GroupClosedError"}
+    assert statuses[410] == closed
     assert {"StepConflictError", "StepIndexError", "TrajectoryConflictError"} < statuses[409]
     journal = {n for n, kind in kinds.items() if issubclass(kind, pool_errors.JournalError)}
     assert statuses[503] == {"PoolFullError", "PoolUnavailableError", "PoolSilentError", *journal}

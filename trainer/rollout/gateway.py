@@ -22,8 +22,6 @@ PATIENCE_S = 300.0
 minutes."""
 ANSWER_S = 120.0
 """The gateway answers within this, or is asked again; it waits for the pool for a minute itself."""
-_COMPLETED = " was already completed "
-"""Words of the pool's, when a completed trajectory is to be ended otherwise."""
 _UNBOUNDED = aiohttp.ClientTimeout(total=None)
 RETRY_S = 0.25
 _DOWN = frozenset({429, 500, 502, 503, 504})
@@ -36,6 +34,10 @@ class ClosedError(RolloutError):
 
 class CompletedError(ClosedError):
     """Its agent has completed the trajectory, over HTTP: that counts."""
+
+
+_ENDED = {"trajectory_closed": ClosedError, "trajectory_completed": CompletedError}
+"""Errors by the codes of the gateway's answers."""
 
 
 class UnreachableError(RolloutError):
@@ -107,10 +109,8 @@ class GatewayClient:
                     text = await response.text()
                     why = f"{response.status}: {text:.300}"
                     if response.status not in _DOWN:
-                        error = RolloutError
-                        if '"trajectory_closed"' in text:
-                            error = CompletedError if _COMPLETED in text else ClosedError
-                        raise error(f"{url} answered {why}")
+                        found = (e for code, e in _ENDED.items() if f'"{code}"' in text)
+                        raise next(found, RolloutError)(f"{url} answered {why}")
                     after = response.headers.get("retry-after", "")
                     pause_s = max(pause_s, min(float(after), 5.0)) if after.isdecimal() else pause_s
             except (aiohttp.ClientError, TimeoutError) as e:
