@@ -125,7 +125,7 @@ def for_template(message: Message) -> Message:
         if isinstance(function.get("arguments"), str):
             try:
                 arguments = json.loads(function["arguments"])
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 arguments = None  # shown as the text it is
             if isinstance(arguments, dict):
                 function["arguments"] = arguments

@@ -38,7 +38,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -367,10 +367,20 @@ def from_rows(rows: Iterable[PlacedRow], folder: Path) -> Iterator[ExportedTraje
             )
         try:
             exported = _trajectory([row for _, row in branches_of_one], folder)
-        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as e:
-            why = f"{type(e).__name__}: {e}"
-            raise ExportError(f"{where} is malformed ({why}); export it again") from e
+        except MALFORMED as e:
+            raise malformed(where, e) from e
         yield exported
+
+
+MALFORMED: Final = (
+    *(AttributeError, LookupError, TypeError, ValueError, OverflowError),
+    RecursionError,  # thousands of brackets
+)
+"""Errors that reading a row raises which nobody here wrote."""
+
+
+def malformed(where: str, e: Exception) -> ExportError:
+    return ExportError(f"{where} is malformed ({type(e).__name__}: {e}); export it again")
 
 
 class _Pictures(Mapping[str, bytes]):

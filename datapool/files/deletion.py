@@ -19,7 +19,7 @@ from stepwell.datapool.clock import STATE as CLOCK
 from stepwell.datapool.clock import Clock
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import ExportError, NoJournalError
-from stepwell.datapool.files.columns import Row, loads
+from stepwell.datapool.files.columns import MALFORMED, Row, loads, malformed
 from stepwell.datapool.files.export import (
     PICTURES_END,
     pictures_of,
@@ -109,8 +109,12 @@ def delete_from_export(path: Path, asked: Delete) -> list[str]:
 
     gone: dict[str, None] = {}
     folders: set[str] = set()
-    for _, row in read_rows(path):
-        if is_meant(row):
+    for where, row in read_rows(path):
+        try:
+            meant = is_meant(row)
+        except MALFORMED as e:
+            raise malformed(where, e) from e
+        if meant:
             gone[row["trajectory_uid"]] = None
             paths = (Path(image["path"]) for image in row["images"] or () if not image["bytes"])
             folders |= {str(picture.parent) for picture in paths}

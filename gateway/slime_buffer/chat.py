@@ -297,5 +297,5 @@ def _lines(path: Path) -> Iterator[Item]:
                 if not isinstance(item, dict) or not isinstance(item.get("prompt"), str | list):
                     raise ValueError(f"line {i + 1} is {line!r:.80}; it is an object with a prompt")
                 yield {"instance_id": i, **item}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"input_file is {str(path)!r}, which cannot be read: {e}") from e

@@ -23,6 +23,7 @@ from stepwell.backends.masks import (
     mask_generator,
     to_steps,
 )
+from stepwell.backends.masks.base import for_template
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.tokens.graph import Turn as GatewayTurn
 from stepwell.gateway.tokens.render import ChatRenderer
@@ -144,6 +145,14 @@ def test_arguments_given_as_text_are_shown_as_the_objects_they_are() -> None:
         "two<|eot_id|>",
     ]
     assert function["arguments"] == '{"x":  1}', "what was given is not touched"
+
+
+def test_arguments_of_100_000_levels_are_shown_as_the_text_they_are() -> None:
+    function = {"name": "f", "arguments": '{"a":' * 100_000}
+    shown = for_template(
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    )
+    assert shown["tool_calls"] == [{"function": function}]
 
 
 def test_close_tokens_that_swallow_white_space_do_so_inside_a_row() -> None:

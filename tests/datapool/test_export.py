@@ -604,6 +604,7 @@ for name in ("x.jsonl", "x.parquet"):
         ("x.jsonl", b'{"text": "hello"}\n', "was not exported by Stepwell"),
         ("x.jsonl", b"hello\n", "line 1 is no JSON"),
         ("x.jsonl", b"3\n", "line 1 is no JSON object"),
+        ("x.jsonl", b"[" * 100_000, "line 1 is no JSON"),
         ("x.parquet", b"", "truncated, damaged or no Parquet"),
         ("x.parquet", b"PAR1 and then nothing of the kind", "truncated, damaged or no Parquet"),
     ],
@@ -614,6 +615,18 @@ def test_a_file_that_is_not_ours_is_an_error(tmp_path, name, content, named):
         list(read(tmp_path / name))
     assert named in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
+
+
+@BOTH
+def test_a_value_of_100_000_levels_is_an_error_of_its_row(tmp_path, suffix):
+    path = tmp_path / f"x.{suffix}"
+    write(path, [build_chain()])
+    rows = rows_of(path)
+    rewrite(path, [{**rows[0], "metadata": "[" * 100_000}])
+    with pytest.raises(ExportError, match="is malformed"):
+        list(read(path))
+    with pytest.raises(ExportError, match="is malformed"):
+        delete_from_export(path, Delete(user="u"))
 
 
 def test_a_parquet_file_of_someone_else_is_an_error(tmp_path):

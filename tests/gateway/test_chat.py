@@ -680,6 +680,24 @@ async def test_a_body_that_is_no_json_object_or_nested_too_deeply_is_refused(wor
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("deep", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000], ids="[{")
+async def test_a_body_of_100_000_levels_is_refused_at_every_endpoint(
+    world: Any, deep: str, caplog: Any
+) -> None:
+    paths = {r.path for r in world.app.routes if r.method == "POST" and r.access != "open"}
+    assert len(paths) > 30
+    json_type = {"content-type": "application/json"}
+    async with aiohttp.ClientSession(headers=json_type) as session:
+        for path in paths:
+            named = path.replace("{trajectory_uid}", "t1").replace("{prompt_uid}", "p1")
+            url = world.url + named.replace("{model:path}", "m")
+            for body in (deep, f'{{"messages": {deep}}}', f'{{"metadata": {{"x": {deep}}}}}'):
+                async with session.post(url, data=body) as response:
+                    assert response.status in (400, 413), (path, await response.text())
+                    assert (await response.json())["error"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_a_template_without_turn_close_goes_on_in_branches(worlds: Any) -> None:
     world = await worlds("unclosed")
     client = await world.client()

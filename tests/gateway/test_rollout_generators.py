@@ -267,6 +267,7 @@ async def test_a_process_that_cannot_be_started_does_not_count_as_running(
             {},
             "input_file is '/no/such.jsonl', which cannot be read",
         ),
+        ({"input_file": "deep.jsonl"}, {}, "deep.jsonl', which cannot be read"),
         ({"input_file": None}, {}, "input_file is missing"),
         ({"num_process": "many"}, {}, "num_process is 'many'"),
         ({"task_type": "poems"}, {}, "there is no rollout generator, and nothing was started"),
@@ -280,6 +281,10 @@ async def test_a_rollout_that_cannot_start_is_refused_and_nothing_runs(
     problem: str,
 ):
     world = await worlds("chatml", **{"reward_fn": REWARD, **options})
+    if change.get("input_file") == "deep.jsonl":
+        deep = Path(prompts).with_name("deep.jsonl")
+        deep.write_text("[" * 100_000)
+        change = {"input_file": str(deep)}
     payload = {"task_type": "math", "input_file": prompts, "num_repeat_per_sample": "2", **change}
     status, answer = await Consumer(world.url).post("/start_rollout", payload)
     assert status == 400

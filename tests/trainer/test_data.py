@@ -405,10 +405,15 @@ def test_data_without_labels_is_read_when_told_so(write: WriteLines) -> None:
     ("line", "message"),
     [
         ("{", r"some.jsonl:2 is no JSON"),
+        ("[" * 100_000, r"some.jsonl:2 is no JSON"),
         ("[1]", r"some.jsonl:2 holds a list"),
         ('{"answer": "1"}', r"some.jsonl:2 has no 'question'; set prompt_key.*it has answer"),
         ('{"question": "", "answer": "1"}', r"some.jsonl:2: question is ''"),
         ('{"question": "a", "answer": "1", "metadata": 3}', r"some.jsonl:2: metadata is 3"),
+        (
+            '{"question": "a", "answer": "1", "metadata": "%s"}' % ("[" * 100_000),
+            r"some.jsonl:2: metadata is '\[\[",
+        ),
         (
             '{"question": "\\ud800", "answer": "1"}',
             r"some.jsonl:2: question holds a lone surrogate",

@@ -281,7 +281,7 @@ async def test_a_process_is_told_its_own_folder_wherever_a_sentence_names_it(
     assert log.read_text().splitlines()[0] == said
 
 
-@pytest.mark.parametrize("written", ["[0.5]", "7", "{}", f'{{"reward": {10**400}}}'])
+@pytest.mark.parametrize("written", ["[0.5]", "7", "{}", f'{{"reward": {10**400}}}', "[" * 5_000])
 async def test_a_reward_file_of_another_form_is_a_loss_that_says_so(
     tmp_path: Path, written: str
 ) -> None:

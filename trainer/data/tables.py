@@ -218,7 +218,7 @@ class JsonlFile:
         try:
             # Not orjson: it makes floats of integers beyond 64 bits.
             row = json.loads(line.decode())
-        except ValueError as e:  # text that is not UTF-8, too
+        except (ValueError, RecursionError) as e:  # no UTF-8, or thousands of brackets, too
             why = f"column {e.colno}: {e.msg}" if isinstance(e, json.JSONDecodeError) else e
             raise DataError(
                 f"{self.where(index)} is no JSON (line {self.number(index)}, {why}); write one "

@@ -172,7 +172,7 @@ class HarborLayout:
             else:
                 value = read_written(folder / "reward.txt")
             reward = float(value)
-        except (OSError, ValueError, TypeError, OverflowError) as e:
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as e:
             raise HarnessError(f"grading: {folder.name} wrote no reward: {e} ({output})") from e
         if not abs(reward) < float("inf"):
             raise HarnessError(f"grading: the verifier's reward is {reward}; write a finite number")

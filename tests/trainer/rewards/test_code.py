@@ -46,6 +46,16 @@ HUMAN_EVAL = {
 }
 
 
+NESTED = """
+import sys
+def add(a, b):
+    sys.setrecursionlimit(100_000)
+    for _ in range(5_000):
+        a = [a]
+    return a
+"""
+
+
 @pytest.mark.parametrize(
     ("answer", "truth", "score"),
     [
@@ -61,6 +71,7 @@ HUMAN_EVAL = {
         ("class Solution:\n    def add(self, a: List[int], b): return a + b", CALL, 1.0),
         ("def add(a, b): return (a + b) if a == 1 else {}", CALL, 0.5),
         ("def other(a): ...", CALL, 0.0),
+        (NESTED, CALL, 0.0),
         ("def f(x): return 2 * x", ["assert f(1) == 2", "assert f(2) == 4"], 1.0),
         ("def f(x): return 2 * x", {"assert_case": ["assert f(1) == 3"]}, 0.0),
         ("x = open(0).read()\ndef f(x): return 2 * x", ["assert f(1) == 3"], 0.0),
