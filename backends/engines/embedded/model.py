@@ -4,7 +4,9 @@ Generic over dense decoder-only models of transformers: the model's own forward 
 `Cache`, a 4-D mask and explicit positions. Of a model that reads pictures (`backends/pictures.py`)
 the decoder gets embeddings, the tower's at placeholders, and rotary positions of three rows; its
 vision tokens are never sampled. Sliding-window and recurrent layers would need other
-masks or states and are refused. Not thread-safe: the scheduler's thread owns it.
+masks or states and are refused, and so is any model whose logits over the cache are not those of
+its plain forward: a few tokens prove it when it is loaded. Not thread-safe: the scheduler's thread
+owns it.
 """
 
 from __future__ import annotations
@@ -75,6 +77,46 @@ class ModelRunner:
         self.adapters = Adapters(self._model)
         self._offloaded = False
         self._columns = torch.arange(0, device=self.device)
+        self._refuse_unless_exact()
+
+    @torch.inference_mode()
+    def _refuse_unless_exact(self) -> None:
+        """Compare the last logits of a few tokens, in two pieces and in a row of their own, with
+        those of the model's forward without a cache.
+
+        Raises:
+            ValueError: the forward fails with the cache, or they differ by more than the root of
+                the dtype's precision, as a part of their range. Sums in another order differ by
+                1e-7 of it in float32; a model that takes no cache (RWKV-4) by half of it.
+        """
+        n = min(6, self.context_length)
+        first = n // 2
+        ids = (self.vocab_size // 2 + np.arange(n)[None]) % self.vocab_size
+        refusal = f"model_type {self.config.model_type!r} needs another engine: "
+        remedy = "; use SGLang or vLLM (engine=sglang, engine=vllm)"
+        try:
+            row = np.zeros(1, dtype=np.int64)
+            self.forward(row, ids[:, :first], row, row + first)
+            pair = np.concatenate([np.where(np.arange(n) < first, 0, ids), ids])
+            rows = np.arange(min(2, self.cache.n_rows))
+            starts, lengths = np.array([first, 0]), np.array([n - first, n])
+            pieces = self.forward(rows, pair[rows], starts[rows], lengths[rows])
+        except Exception as e:  # of the model's own code: it may want another mask or cache
+            why = f"{type(e).__name__}: {' '.join(str(e).split()):.200}"
+            raise ValueError(f"{refusal}its forward fails with the cache ({why}){remedy}") from e
+        self.cache.drop()
+        tokens = torch.from_numpy(ids).to(self.device)
+        whole = self._model(input_ids=tokens, use_cache=False).logits[0, -1].float()
+        if self.pictures is not None:  # never sampled: minus infinity in the pieces
+            hidden = list(self.pictures.forbidden_ids)
+            whole[hidden] = pieces[:, hidden] = 0.0
+        apart = float((pieces - whole).abs().max() / (whole.max() - whole.min()).clamp_min(1e-6))
+        tolerance = torch.finfo(self.dtype).eps ** 0.5
+        if _is_finite(whole) and not apart <= tolerance:
+            raise ValueError(
+                f"{refusal}its logits in pieces differ from those of the whole by {apart:.1e} of "
+                f"their range (at most {tolerance:.1e}){remedy}"
+            )
 
     def forward(
         self,

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BloomConfig, PretrainedConfig, RwkvConfig
 
 from stepwell.backends.engines.embedded import scheduler as scheduler_module
 from stepwell.backends.engines.embedded.model import ModelRunner, WeightLoadError
 from stepwell.backends.engines.embedded.reply import Reply, StopStrings
 from stepwell.backends.engines.embedded.request import InvalidRequestError, Request, SamplingParams
 from stepwell.backends.engines.embedded.scheduler import Scheduler
+from tests.backends.models import VOCAB, save_model
 
 IDS = range(15, 95)
 
@@ -264,3 +265,28 @@ def test_a_request_that_is_aborted_before_its_turn_ends_without_a_token(model_di
     assert waiting.finish_reason["type"] == "abort"
     run(scheduler)
     assert len(running.output_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, context_length=64),
+            "its logits in pieces differ from those of the whole by .* of their range",
+        ),
+        (
+            BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+            "its forward fails with the cache .ValueError: too many values to unpack",
+        ),
+    ],
+    ids=["takes-no-cache", "takes-no-mask"],
+)
+def test_a_model_whose_decoding_is_not_its_forward_is_refused_when_it_is_loaded(
+    config: PretrainedConfig, reason: str, tmp_path: Path
+) -> None:
+    path = save_model(config, tmp_path / "model")
+    with pytest.raises(ValueError, match=reason) as e:
+        ModelRunner(str(path), context_length=64)
+    assert f"model_type {config.model_type!r}" in str(e.value)
+    assert "use SGLang or vLLM" in str(e.value)
+    assert "\n" not in str(e.value)
