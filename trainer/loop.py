@@ -299,22 +299,13 @@ class Trainer:
 
     async def evaluate(self, tasks: Sequence[Task]) -> list[Evaluation]:
         """Run the agent on `tasks` through the `"val"` channel, with the weights now published; or
-        look at what agents left there."""
-        await self.validator.join()
-        await self.publisher.wait_published()
-        evaluations = await self.validator.run(tasks, self._policy())
-        self.progress.evaluations += evaluations
-        return evaluations
+        look at what agents left there. A user's interruption ends it; within a batch nothing is
+        evaluated then, and `train` raises it when the batch is trained."""
+        return await self._unless_interrupted(self._evaluate(tasks)) or []
 
     async def begin_evaluation(self, tasks: Sequence[Task]) -> None:
         """`evaluate`, while training goes on; `validator.finished` has the result."""
-        await self.validator.join()
-        async with AsyncExitStack() as pinned:
-            if self.validator.pins:
-                await pinned.enter_async_context(self.publisher.pinned())
-            else:
-                await self.publisher.wait_published()
-            self.validator.start(self._evaluate_beside(tasks, self._policy(), pinned.pop_all()))
+        await self._unless_interrupted(self._begin_evaluation(tasks))
 
     def evaluation_due(self) -> bool:
         """True if this optimizer step, between the first and the last, is to be evaluated and was
@@ -384,6 +375,33 @@ class Trainer:
         self._notify_user(
             f"saved at optimizer step {self.progress.updates}; the same command goes on"
         )
+
+    async def _unless_interrupted(self, work: Awaitable[T]) -> T | None:
+        """The result of `work`; None if the user interrupts it within a batch, which goes on to its
+        end: `_raise_interruption` is still to come."""
+        try:
+            return await work
+        except asyncio.CancelledError as e:
+            if not self._untrained or e.args != (INTERRUPTED,):
+                raise
+            self._interruption = e
+            return None
+
+    async def _evaluate(self, tasks: Sequence[Task]) -> list[Evaluation]:
+        await self.validator.join()
+        await self.publisher.wait_published()
+        evaluations = await self.validator.run(tasks, self._policy())
+        self.progress.evaluations += evaluations
+        return evaluations
+
+    async def _begin_evaluation(self, tasks: Sequence[Task]) -> None:
+        await self.validator.join()
+        async with AsyncExitStack() as pinned:
+            if self.validator.pins:
+                await pinned.enter_async_context(self.publisher.pinned())
+            else:
+                await self.publisher.wait_published()
+            self.validator.start(self._evaluate_beside(tasks, self._policy(), pinned.pop_all()))
 
     async def _evaluate_beside(
         self, tasks: Sequence[Task], policy: Policy, pinned: AsyncExitStack

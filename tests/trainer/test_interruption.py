@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,42 @@ async def test_an_interrupted_run_begins_no_evaluation(tmp_path: Path) -> None:
     async with small_run(small_config(tmp_path, "validation.every=2"), pool=run.pool) as again:
         assert await again.trainer.resume()
         assert again.trainer.evaluation_due(), "the resumed run makes up for it"
+
+
+@pytest.mark.parametrize("how", ["evaluate", "begin_evaluation"])
+async def test_a_run_that_is_interrupted_by_an_evaluation_within_a_batch_saves_the_batch(
+    tmp_path: Path, how: str
+) -> None:
+    """The one waits for its rollouts, the other for the evaluation before it to end."""
+    held, go = asyncio.Event(), asyncio.Event()
+
+    def hold(task: Any, channel: str) -> asyncio.Event | None:
+        if channel == VAL:
+            held.set()
+            return go
+        return None
+
+    async def train(run: SmallRun) -> None:
+        async with aclosing(run.trainer.train(6)) as steps:
+            async for record in steps:
+                run.records.append(record)
+                run.recorded.set()
+                if run.trainer.evaluation_due():
+                    await getattr(run.trainer, how)(run.val_tasks)
+
+    keys = ("async_training.require_batches=3", "validation.every=1", "trainer.total_steps=6")
+    async with small_run(small_config(tmp_path, *keys), hold=hold) as run:
+        training = asyncio.create_task(train(run))
+        await held.wait()
+        await run.trained(1 if how == "evaluate" else 2)
+        training.cancel(INTERRUPTED)
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert [r["step"] for r in run.records] == [1, 2, 3]
+        assert run.trainer.checkpoints.steps() == [3]
+        assert (await run.pool.get_statistics("train"))["groups"]["acked"] == 6
 
 
 asked, may_answer = threading.Event(), threading.Event()
