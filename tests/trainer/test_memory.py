@@ -113,6 +113,25 @@ async def test_an_engine_that_fails_at_a_lend_is_not_left_paused(
         pass
 
 
+@pytest.mark.parametrize("error", [EngineTimeoutError("no answer"), EngineInternalError("failed")])
+async def test_an_engine_that_fails_to_take_its_memory_back_is_not_left_paused(
+    lock: StoreLock, error: Exception
+) -> None:
+    """It may have taken it, and is asked for no token that a supervisor could miss."""
+    failing = FakeEngine(resume=error)
+    lent = memory(lock, failing)
+    await lent.lend()
+    await lent.take_back()
+    assert failing.calls == LENT + BACK
+    await lent.lend()
+    await lent.take_back_weights()
+    await lent.take_back()
+    rest = ["resume weights", "resume kv_cache cuda_graph", "continue"]
+    assert failing.calls == LENT + BACK + LENT + rest
+    async with asyncio.timeout(1), lock.held():
+        pass
+
+
 async def test_a_lend_given_up_continues_an_engine_that_does_not_answer_for_its_memory(
     lock: StoreLock,
 ) -> None:

@@ -13,7 +13,8 @@ the publication leaves paused stays paused, with all its memory.
 
 An engine that cannot be reached has no memory to lend: its supervisor brings it back. Should it
 come back while the trainer computes, the two share the GPU for that long. So they do if an engine
-fails at a lend, or does not answer in time: what it may have done is undone at once.
+fails at a lend, or does not answer in time: what it may have done is undone at once. One that does
+so when it takes its memory back is continued all the same: it lives, so nobody else would.
 
 Owns when memory changes hands, and that it comes back. Does not own the endpoints
 (`backends/engines/client.py`) or what the trainer frees (`Updater.free_cache`).
@@ -162,11 +163,16 @@ class EngineMemory:
     async def _resume(
         self, engine: Engine, tags: Sequence[str], *, continues: bool = False
     ) -> bool:
+        """Give an engine memory back. False if there is nothing to give: it is gone, or a new
+        process. One that fails or does not answer in time may have taken it, and goes on."""
         try:
             await engine.resume_memory(tags)
-            if continues:
-                await engine.continue_()
-        except EngineError as e:  # a refusal, too: a new process has nothing to take back
+        except (EngineTimeoutError, EngineInternalError) as e:
+            log.warning("%s does not say that it took its memory back: %s", engine.url, e)
+        except EngineError as e:
             log.warning("%s does not take its memory back: %s", engine.url, e)
             return False
+        if continues:
+            with suppress(EngineError):  # it has ended: its supervisor starts it
+                await engine.continue_()
         return True
