@@ -6,8 +6,9 @@
 The ranks are actors, a GPU each; Ray places them, on one machine or many.
 
 A batch is sent once, when it is converted; later calls send its columns. An error that every rank
-raises (a bad batch) is raised as it is, and the ranks go on. One that only some raise leaves the
-others waiting for a sum: then all are stopped, and the error says which rank failed.
+raises (a bad batch) is raised as it is, and the ranks go on; so is that of a disk, once the others
+have answered. Any other that only some raise leaves the rest waiting for a sum: then all are
+stopped, and the error says which rank failed.
 
 Does not own: the model, the sharding, who computes what (`torch/backend.py`, `fsdp.py`).
 """
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 import ray
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -36,6 +38,9 @@ _GRACE_S = 10.0
 """After one rank's error, how long the others may take to raise theirs."""
 _LEAD = "lead"
 """Threads of an actor for its sender: a broadcast may wait, and another call ends it."""
+_OF_ALL = (BackendError, DamagedFileError)
+_OF_A_DISK = (OSError, SafetensorError)
+"""Raised by a rank that writes or reads alone, between two sums; the latter of a full disk."""
 PLACED_S = 300.0
 """For Ray to start the ranks. One that waits longer waits for a GPU that is not there."""
 
@@ -310,7 +315,10 @@ class RayRanks:
             return ray.get(answers[0])
         rank, error = min(failed.items())
         cause = getattr(error, "cause", None)
-        if len(failed) == len(answers) and isinstance(cause, (BackendError, DamagedFileError)):
+        all_failed = len(failed) == len(answers)
+        if (all_failed and isinstance(cause, _OF_ALL)) or (
+            not pending and isinstance(cause, _OF_A_DISK)
+        ):
             if method == "start":
                 self.stop()
             raise cause

@@ -144,6 +144,8 @@ def _plain_errors() -> Iterator[None]:
         yield
     except CheckpointException as e:
         failure, _ = next(iter(e.failures.values()))
+        if isinstance(failure, OSError):
+            raise failure from e
         raise RuntimeError(str(failure) or repr(failure)) from e
 
 

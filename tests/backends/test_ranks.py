@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import shutil
 from collections.abc import Sequence
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from stepwell.backends.base import LossOutput, Mean, TrainingBackend, build_backend
 from stepwell.backends.config import TorchBackendConfig
-from stepwell.backends.errors import BackendConfigError, RankError
+from stepwell.backends.errors import BackendConfigError, RankError, WeightsNotWrittenError
 from stepwell.backends.rows import build_rows, computed_tokens
 from stepwell.backends.torch import backend, model, ranks
 from stepwell.backends.torch.fsdp import Ranks
 from stepwell.backends.torch.ranks import RayRanks
+from stepwell.backends.weights import WeightStore
 from stepwell.datapool.types import Step
 from tests.backends.models import VOCAB, qwen3, save_model
 from tests.backends.processes_of_ranks import run_ranks
@@ -220,21 +222,43 @@ def test_ranks_find_their_models_from_whatever_folder_they_run_in(
     assert given == [Path.cwd() / "runs/start", Path.cwd() / "runs/sft/model"]
 
 
-def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WordlessError(ray.exceptions.RayError):
-        cause = MemoryError()
+def answered(monkeypatch: pytest.MonkeyPatch, **causes: Exception) -> RayRanks:
+    """Ranks `a` and `b` that have answered a call, those in `causes` with an error."""
+
+    class FailedError(ray.exceptions.RayError):
+        def __init__(self, cause: Exception) -> None:
+            self.cause = cause
 
     def get(ref: str) -> str:
-        if ref == "b":
-            raise WordlessError
+        if ref in causes:
+            raise FailedError(causes[ref])
         return ref
 
     monkeypatch.setattr(ranks.ray, "wait", lambda refs, timeout: (refs, []))
     monkeypatch.setattr(ranks.ray, "get", get)
+    monkeypatch.setattr(ranks.ray, "kill", lambda actor: None)
     group = RayRanks.__new__(RayRanks)
-    group._actors = []
+    group._actors = ["a", "b"]
+    return group
+
+
+def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = answered(monkeypatch, b=MemoryError())
     with pytest.raises(RankError, match=r"rank 1 .* in convert: MemoryError\(\)"):
         group._wait(["a", "b"], "convert")
+
+
+def test_a_full_disk_is_the_error_of_the_rank_that_writes_and_stops_no_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others have answered: none waits for a sum."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    group = answered(monkeypatch, a=full)
+    with pytest.raises(
+        WeightsNotWrittenError, match=r"No space left.*; free space or fix run\.dir"
+    ):
+        WeightStore(tmp_path).write(1, lambda path: group._wait(["a", "b"], "save_weights"))
+    assert len(group._actors) == 2
 
 
 @pytest.mark.usefixtures("cluster")
