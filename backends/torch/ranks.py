@@ -70,6 +70,9 @@ class Rank:
             self._batch.columns = dict(columns)
             metrics = self._backend.train_step(self._batch, loss_fn, indices)
             return metrics, {k: v for k, v in self._batch.columns.items() if k not in columns}
+        if method == "load_state":
+            folder, state, weights_only = args
+            return self._backend.load_state(folder, state, weights_only=weights_only)
         return getattr(self._backend, method)(*args)
 
 
@@ -159,7 +162,7 @@ class RankedBackend(TrainingBackend):
         self, folder: Path, state: Mapping[str, Any], *, weights_only: bool = False
     ) -> None:
         """Go on from a folder of `save_state`, of any number of ranks."""
-        self._ranks.call("load_state", folder.absolute(), dict(state))
+        self._ranks.call("load_state", folder.absolute(), dict(state), weights_only)
 
     def close(self) -> None:
         """End the ranks."""

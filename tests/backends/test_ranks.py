@@ -7,7 +7,7 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from stepwell.backends.errors import BackendConfigError, RankError, WeightsNotWr
 from stepwell.backends.rows import build_rows, computed_tokens
 from stepwell.backends.torch import backend, model, ranks
 from stepwell.backends.torch.fsdp import Ranks
-from stepwell.backends.torch.ranks import RayRanks
+from stepwell.backends.torch.ranks import Rank, RankedBackend, RayRanks
 from stepwell.backends.weights import WeightStore
 from stepwell.datapool.types import Step
 from tests.backends.models import VOCAB, qwen3, save_model
@@ -259,6 +259,29 @@ def test_a_full_disk_is_the_error_of_the_rank_that_writes_and_stops_no_rank(
     ):
         WeightStore(tmp_path).write(1, lambda path: group._wait(["a", "b"], "save_weights"))
     assert len(group._actors) == 2
+
+
+class RanksHere:
+    """One rank in this process."""
+
+    def __init__(self, backend: TrainingBackend) -> None:
+        self._rank = Rank(lambda config, path: backend, config_of(), Path())
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._rank.call(method, *args)
+
+
+def test_ranks_load_what_one_process_would() -> None:
+    loaded: list[tuple[Any, ...]] = []
+
+    class Loads:
+        def load_state(self, folder: Path, state: Any, *, weights_only: bool = False) -> None:
+            loaded.append((folder, state, weights_only))
+
+    several = RankedBackend(cast("RayRanks", RanksHere(cast("TrainingBackend", Loads()))))
+    for weights_only in (False, True):
+        several.load_state(Path("/step_1"), {"step": 1}, weights_only=weights_only)
+    assert loaded == [(Path("/step_1"), {"step": 1}, each) for each in (False, True)]
 
 
 @pytest.mark.usefixtures("cluster")
