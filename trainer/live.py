@@ -27,7 +27,7 @@ from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.reclaim import RESTARTED, drop_ended, settle_former
-from stepwell.trainer.samples import write_evaluation
+from stepwell.trainer.samples import read_samples, samples_path, write_evaluation
 from stepwell.trainer.trajectory_metrics import versions_of
 from stepwell.trainer.validation import (
     ENOUGH,
@@ -93,7 +93,7 @@ class TrafficValidator(Validator):
         self, tasks: Sequence[Task], policy: Policy, *, beside_training: bool = False
     ) -> list[Evaluation]:
         """An evaluation for each version that answered held-out traffic since the last look, the
-        oldest first; one sample table for all of them."""
+        oldest first; one sample table for all of them, and for all looks at one step."""
         async with LeaseKeeper(self._pool, VAL, self._lease_s) as keeper:
             groups = list[Group]()
             while (leased := await keeper.lease()) is not None:
@@ -128,8 +128,16 @@ class TrafficValidator(Validator):
             )
             rows += await asyncio.to_thread(self._samples, pinned, of)
         if rows:
-            await asyncio.to_thread(write_evaluation, self._folder, policy.step, rows)
+            await asyncio.to_thread(self._write, policy.step, rows)
         return evaluations
+
+    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write the sample table of a step, with what an earlier look at it found last: its traffic
+        does not come again, but for groups that were written and not acked."""
+        table, uids = samples_path(self._folder, step), {row["trajectory_uid"] for row in rows}
+        before = read_samples(table) if table.is_file() else []
+        earlier = (row for row in before if row["trajectory_uid"] not in uids)
+        write_evaluation(self._folder, step, [*rows, *earlier])
 
     def _pool_with_former(self, version: int, prompts: list[list[float]]) -> Pooled:
         """The score of this version with those before it, as few as make `ENOUGH` rollouts."""

@@ -17,6 +17,7 @@ from stepwell.datapool.store.salvage import salvage, settle_doubtful
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.trainer import batches
 from stepwell.trainer.ledger import audit
+from stepwell.trainer.samples import read_samples, samples_path
 from tests.builders import step_of
 from tests.datapool.conftest import newest_segment
 from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
@@ -254,6 +255,17 @@ async def test_held_out_traffic_is_evaluated_by_the_version_that_answered_it(
         assert await run.trainer.evaluate([]) == []  # nothing came since
         assert [e.version for e in run.trainer.progress.evaluations] == [0, 1]
         assert (await run.pool.get_statistics(VAL))["groups"]["acked"] == 3
+
+
+async def test_a_second_look_at_one_step_keeps_the_table_of_the_first(tmp_path: Path) -> None:
+    """As at the end of a run whose last step was looked at."""
+    async with small_run(live_config(tmp_path)) as run:
+        await brings(run.pool, channel=VAL, rewards=(0.0, 0.5))
+        await run.trainer.evaluate([])
+        await brings(run.pool, channel=VAL, rewards=(1.0,))
+        await run.trainer.evaluate([])
+    rows = read_samples(samples_path(tmp_path, 0))
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.5]
 
 
 async def test_held_out_traffic_stays_leased_for_as_long_as_its_reward_takes(
