@@ -40,7 +40,7 @@ from stepwell.track.output import print_line
 from stepwell.trainer.config.harness_presets import PRESETS
 from stepwell.trainer.data.tasks import Task, open_tasks
 from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.rollout.producer import new_uid
+from stepwell.trainer.rollout.producer import as_metadata, new_uid
 from stepwell.trainer.rollout.worker import RolloutWorker
 
 CHANNEL = "try"
@@ -166,7 +166,7 @@ async def _rollout(
 ) -> Tried:
     prompt_uid = new_uid(task)
     deadline_s = config.rollout.group_deadline_s
-    about = {"task": task}
+    about = {"task": as_metadata(task)}
     await pool.open_group(prompt_uid, 1, deadline_s, metadata=about, channel=CHANNEL)
     folder = config.run.dir.absolute() / LOGS / LOG
     others = set(folder.glob("*.log"))

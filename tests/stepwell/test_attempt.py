@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepwell.config.run import RunConfig
 from stepwell.datapool import DataPoolClient
 from stepwell.show import attempt
 from stepwell.show.attempt import config_of_try
 from stepwell.trainer.config.harness import HarnessConfig
+from stepwell.trainer.data import Task
 from stepwell.trainer.errors import ConfigError
 from tests.e2e.conftest import ROOT
 
@@ -39,22 +42,41 @@ def test_a_configuration_without_a_harness_has_nothing_to_try(tmp_path: Path) ->
         config_of_try(str(mine), "Write it.", None, [])
 
 
-async def test_a_rollout_without_a_log_is_not_shown_with_that_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Refused:
-        def __init__(self, *args: Any, **keys: Any) -> None: ...
+class Refused:
+    """A worker none of whose rollouts begins."""
 
-        async def run_group(self, *args: Any) -> dict[str, int]:
-            return {"no_gateway": 1}
+    def __init__(self, *args: Any, **keys: Any) -> None: ...
 
-        async def close(self) -> None: ...
+    async def run_group(self, *args: Any) -> dict[str, int]:
+        return {"no_gateway": 1}
 
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunConfig, Task]:
+    """A rollout to try that will not begin."""
     monkeypatch.setattr(attempt, "RolloutWorker", Refused)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "codex").write_text("#!/bin/sh\n")
     (tmp_path / "codex").chmod(0o755)
-    config, task = config_of_try("codex", "Write it.", "quickstart", [f"run.dir={tmp_path}"])
+    return config_of_try("codex", "Write it.", "quickstart", [f"run.dir={tmp_path}"])
+
+
+async def test_a_task_is_tried_whatever_its_data_set_says(refused: tuple[RunConfig, Task]) -> None:
+    """As it is trained on: a large integer, half a character, a date of Parquet."""
+    config, task = refused
+    metadata = {"seed": 1 << 70, "said": "half \ud800", "made": date(2026, 12, 1)}
+    task = {**task, "metadata": metadata}
+    async with DataPoolClient.local() as pool:
+        tried = await attempt._rollout(config, task, pool, ["http://127.0.0.1:9"], None, None)
+    assert tried.ended == "no_gateway"
+
+
+async def test_a_rollout_without_a_log_is_not_shown_with_that_of_another(
+    tmp_path: Path, refused: tuple[RunConfig, Task]
+) -> None:
+    config, task = refused
     logs = tmp_path / "logs" / "harness"
     logs.mkdir(parents=True)
     (logs / "of-an-earlier-one.log").write_text("another reason")

@@ -412,15 +412,14 @@ class Producer(GroupProducer):
         Args:
             turns: times that rollouts take all slots until the last of this group has had one.
         """
-        about = without_pictures(task) if "messages" in task else task
         if channel == SFT:  # a conversation is in its own steps
-            about = {k: task[k] for k in ("instance_id", "data_source")}
+            task = {k: task[k] for k in ("instance_id", "data_source")}
         await self._pool.open_group(
             prompt_uid,
             n,
             deadline_s=turns * self._config.group_deadline_s,
             min_rollouts=min(min_n, n),
-            metadata={"task": plain(about), ISSUED: True}
+            metadata={"task": as_metadata(task), ISSUED: True}
             | ({GREEDY: True} if self._greedy_in(channel) else {}),
             channel=channel,
         )
@@ -583,6 +582,11 @@ def _remedy(own: Iterable[str]) -> str:
     if {*own} == {CLOSED}:
         return "raise it, or rollout.concurrency, or have fewer rollout.max_outstanding_groups"
     return "raise it, or make the agent faster" if {*own} == {TIMEOUT} else "correct the agent"
+
+
+def as_metadata(task: Task) -> Any:
+    """`task` as the metadata of its group carry it, without the bytes of its pictures."""
+    return plain(without_pictures(task) if "messages" in task else task)
 
 
 def new_uid(task: Task) -> str:
