@@ -73,6 +73,17 @@ def test_tasks_of_one_instruction_are_told_apart_by_their_folders(tmp_path: Path
     assert [task["metadata"]["harbor_task"] for task in rest] == ["second"]
 
 
+def test_tasks_of_one_name_are_told_apart_by_their_place(tmp_path: Path) -> None:
+    """Each can be skipped, and is lost to infrastructure, for itself."""
+    for folder in ("first", "second"):
+        shutil.copytree(TASKS / "greet", tmp_path / folder)
+    shutil.copytree(TASKS / "count", tmp_path / "stepwell")
+    ids = ["stepwell/greet-0", "stepwell/greet-1", "stepwell"]
+    assert [task["instance_id"] for task in tasks(tmp_path)] == ids
+    config = HarborSource(kind="harbor", path=tmp_path, skip_instance_ids=(ids[0],))
+    assert [task["instance_id"] for task in PromptSource(config)] == ids[1:]
+
+
 @pytest.mark.parametrize(
     ("script", "rewards"), [(SOLVE, [0.75, 1.0]), ("true", [0.0, 0.0]), ("exit 1", None)]
 )
