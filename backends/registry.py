@@ -30,6 +30,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, Literal, TypeVar
 
 from stepwell.backends.errors import BackendConfigError
+from stepwell.datapool.own_loop import ENDS
 
 T = TypeVar("T")
 
@@ -151,7 +152,9 @@ class Registry(Generic[T]):
             whose += f" ({self.names.origin(entry)}: {entry.value})"
         try:
             found = entry.load()
-        except (Exception, SystemExit) as e:  # importing it runs foreign code
+        except ENDS:
+            raise
+        except BaseException as e:  # importing it runs foreign code
             raise BackendConfigError(
                 f"{whose} cannot be imported: {_line(e)}; {self.names.remedy(entry)}"
             ) from e

@@ -10,14 +10,26 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
+from stepwell.datapool.own_loop import ENDS
+
 
 def resolve(path: str) -> Any:
     """Return the object that `path` names.
 
     Raises:
         ImportError: there is no such module, or nothing of that name in it. What the module itself
-            raises at import passes through.
+            raises at import passes through, if it is an `Exception`: a SystemExit, or the panic of
+            a package that is written in Rust, is an ImportError.
     """
+    try:
+        return _named(path)
+    except (Exception, *ENDS):
+        raise
+    except BaseException as e:  # foreign code may not end who imports it
+        raise ImportError(f"{type(e).__name__}: {e}") from e
+
+
+def _named(path: str) -> Any:
     file, _, name = path.rpartition(":")
     if file.endswith(".py"):
         module = module_of(file)
@@ -31,7 +43,11 @@ def resolve(path: str) -> Any:
 
 
 def module_of(path: str) -> ModuleType:
-    """The module in the file at `path`, loaded once. Raises as `resolve`."""
+    """The module in the file at `path`, loaded once.
+
+    Raises:
+        ImportError: there is no such file. What the module itself raises passes through.
+    """
     file = Path(path).expanduser().resolve()
     name = f"stepwell_file_{file.with_suffix('')}"
     if name in sys.modules:

@@ -135,7 +135,7 @@ def test_the_folders_of_the_shell_are_floors() -> None:
 
 def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -> None:
     nouns = ("types", "branches", "errors", "config", "pictures")
-    parts = (*nouns, "remote.lease_keeper", "log_files", "heap", "sealed", "dotted")
+    parts = (*nouns, "remote.lease_keeper", "log_files", "heap", "sealed", "dotted", "own_loop")
     seen = {f"stepwell.datapool.{part}" for part in parts}
     for module, targets in edges(ROOT).items():
         if module.startswith("stepwell.backends"):

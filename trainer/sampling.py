@@ -32,6 +32,7 @@ from typing import Any
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import SelectionError
+from stepwell.datapool.own_loop import ENDS
 from stepwell.datapool.selection import Selection, TrajectoryInfo
 from stepwell.datapool.selection.built_in import FILTERS
 from stepwell.datapool.types import SFT, TRAIN, Group, Trajectory
@@ -296,7 +297,9 @@ class GroupFilter:
                 order = most_different_first([_rewards(group) for group in groups])
             else:
                 order = preferred(self._prefer, self._args, self._samples(groups))
-        except Exception as e:  # foreign code: whatever it raises is reported with its name
+        except ENDS:
+            raise
+        except BaseException as e:  # foreign code: whatever it raises is reported with its name
             raise SelectionError(
                 f"sampling.over_sampling_filter {self._over!r} failed: {type(e).__name__}: {e}"
             ) from e

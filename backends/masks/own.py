@@ -25,6 +25,7 @@ import numpy as np
 from stepwell.backends.errors import MaskError
 from stepwell.backends.masks.base import LossMaskGenerator, MaskedRow, Message, Tool, Turn
 from stepwell.datapool.dotted import resolve
+from stepwell.datapool.own_loop import ENDS
 
 _PATH = re.compile(r"(?P<path>[^()]+[:.][^()]+?)(?:\((?P<type>[\w.-]+)\))?")
 
@@ -78,7 +79,9 @@ def _built(path: str, kind: type, *args: Any, **kwargs: Any) -> Any:
         return kind(*args, **kwargs)
     except MaskError:
         raise
-    except Exception as e:  # foreign code
+    except ENDS:
+        raise
+    except BaseException as e:  # foreign code
         raise MaskError(f"{path!r} cannot be built ({type(e).__name__}: {e!s:.200})") from e
 
 
@@ -109,7 +112,9 @@ class _OwnMasks(LossMaskGenerator):
                 found = self._function(*self._first, [dict(m) for m in messages], **given)
         except MaskError:
             raise
-        except Exception as e:  # foreign code
+        except ENDS:
+            raise
+        except BaseException as e:  # foreign code
             raise MaskError(f"{self._path!r} failed ({type(e).__name__}: {e!s:.200})") from e
         try:
             ids, mask = (np.asarray(column) for column in found)

@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import SelectionError
+from stepwell.datapool.own_loop import ENDS
 from stepwell.datapool.selection.built_in import (
     FILTERS,
     NOT_TRAINABLE,
@@ -108,7 +109,9 @@ def _call(name: str, function: Callable[[GroupInfo], Any], info: GroupInfo) -> A
     """The function's answer; whatever it raises becomes a SelectionError with both names."""
     try:
         return function(info)
-    except Exception as e:  # foreign code: whatever it raises is reported with its name
+    except ENDS:
+        raise
+    except BaseException as e:  # foreign code: whatever it raises is reported with its name
         raise SelectionError(
             f"{name} failed on group {info.prompt_uid!r}: {type(e).__name__}: {e}; "
             "a selection function must answer for every group (rewards may be None)"

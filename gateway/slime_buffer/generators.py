@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepwell.datapool.dotted import resolve
+from stepwell.datapool.own_loop import ENDS
 from stepwell.gateway.errors import GatewayConfigError, GatewayError, RequestError
 
 EXTERNAL = "external"
@@ -66,7 +67,9 @@ class Generator:
             self.check_rollout(payload)
         except RequestError:
             raise
-        except (Exception, SystemExit) as e:  # foreign code
+        except ENDS:
+            raise
+        except BaseException as e:  # foreign code
             raise RequestError(
                 f"the rollout generator {self.path} refuses this start, and nothing was started: "
                 f"{e!s:.500}",
@@ -81,7 +84,9 @@ class Generator:
         """
         try:
             return getattr(self, name)(*args)
-        except (Exception, SystemExit) as e:  # foreign code
+        except ENDS:
+            raise
+        except BaseException as e:  # foreign code
             raise GeneratorError(
                 f"{name} of the rollout generator {self.path} failed "
                 f"({type(e).__name__}: {e!s:.200})"

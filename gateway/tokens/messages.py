@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, overload
 
 import orjson
 
+from stepwell.datapool.own_loop import ENDS
 from stepwell.gateway.config import TUNING, GatewayConfig, NormalizeRule, Tuning
 
 log = logging.getLogger(__name__)
@@ -574,7 +575,9 @@ class TurnMessages:
                 said = orjson.loads(text)
         except TypeError:  # an integer beyond 64 bits or half a surrogate: no Step can carry it
             return None
-        except (Exception, SystemExit):  # foreign code: what it did not redact is not kept
+        except ENDS:
+            raise
+        except BaseException:  # foreign code: what it did not redact is not kept
             log.exception("gateway.redact_messages failed; the turn's messages are not kept")
             return None
         return said if len(text) <= self._limit else None

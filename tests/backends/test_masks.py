@@ -531,6 +531,10 @@ def raises(tokenizer, messages):
     raise KeyError("no such task")
 
 
+def leaves(tokenizer, messages):
+    raise SystemExit("no such task")
+
+
 number = 7
 '''
 
@@ -589,6 +593,7 @@ def test_a_generator_of_ones_own_gets_tools_and_template_arguments_or_is_refused
         ("broken", "none", "has no 1"),
         ("broken", "first", "begins with 1, before which there is no context"),
         ("raises", "any", "raises' failed .KeyError: 'no such task'"),
+        ("leaves", "any", "leaves' failed .SystemExit: no such task"),
     ],
 )
 def test_what_a_generator_of_ones_own_returns_is_checked(

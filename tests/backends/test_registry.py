@@ -291,6 +291,7 @@ def test_there_is_nothing_to_launch_for_running_servers(tmp_path: Path) -> None:
         ("import no_such_forest", "ModuleNotFoundError: No module named 'no_such_forest'"),
         ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("class PanicError(BaseException): ...\nraise PanicError('unwrap')", "PanicError: unwrap"),
         ("this is no python", "SyntaxError"),
     ],
 )

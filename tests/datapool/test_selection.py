@@ -284,6 +284,18 @@ def returns_too_large(info):
     return 10**400
 
 
+def exits(info):
+    raise SystemExit("no table")
+
+
+class PanicError(BaseException):
+    """Of a package that is written in Rust."""
+
+
+def panics(info):
+    raise PanicError("no table")
+
+
 def by_tokens(info):
     return info.n_tokens
 
@@ -300,6 +312,8 @@ def test_a_dotted_path_is_a_filter_or_an_order():
         (returns_true, "returned True for group 'p7'; return None to serve it, or Drop"),
         (returns_nameless, "returned Drop.*for group 'p7'"),
         (divides, "failed on group 'p7': ZeroDivisionError: "),
+        (exits, "failed on group 'p7': SystemExit: no table"),
+        (panics, "failed on group 'p7': PanicError: no table"),
     ],
 )
 def test_a_bad_filter_is_named_with_the_group(function, message):
@@ -315,6 +329,8 @@ def test_a_bad_filter_is_named_with_the_group(function, message):
         (returns_text, "returned '1' for group 'p7'"),
         (returns_too_large, "returned 1000.* for group 'p7'"),
         (divides, "failed on group 'p7': ZeroDivisionError: "),
+        (exits, "failed on group 'p7': SystemExit: no table"),
+        (panics, "failed on group 'p7': PanicError: no table"),
     ],
 )
 def test_a_bad_order_is_named_with_the_group(function, message):

@@ -17,7 +17,8 @@ from aiohttp.test_utils import TestServer
 from stepwell.backends import processes
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Wiring
-from stepwell.gateway.errors import GatewayConfigError
+from stepwell.gateway.errors import GatewayConfigError, RequestError
+from stepwell.gateway.slime_buffer.generators import Generator, GeneratorError
 from tests.builders import until
 from tests.gateway.test_rollout_buffer import Consumer, pool_groups, rollout, rollouts, statistics
 
@@ -418,6 +419,22 @@ async def test_a_function_of_a_generator_that_fails_is_told_and_no_group_is_lost
     assert "is_valid_group of the rollout generator" in answer["error"]["message"]
     await consumer.start()
     assert [i["uid"] for i in await consumer.items()] == ["p-0", "p-1"]
+
+
+class PanicError(BaseException):
+    """Of a package that is written in Rust."""
+
+
+@pytest.mark.parametrize("error", [SystemExit("bad"), PanicError("bad")])
+def test_what_a_generator_raises_ends_nobody_else(error: BaseException) -> None:
+    def fails(*given: Any) -> None:
+        raise error
+
+    generator = Generator("mine.py", fails, is_valid_group=fails, check_rollout=fails)
+    with pytest.raises(RequestError, match="nothing was started: bad"):
+        generator.check({})
+    with pytest.raises(GeneratorError, match=r"is_valid_group .* failed \(\w+: bad\)"):
+        generator.call("is_valid_group", [], 1, "mine")
 
 
 def alive(folder: Path) -> list[int]:

@@ -91,7 +91,15 @@ def redact_and_exit(messages: list[Any]) -> list[Any]:
     sys.exit("no list of names")
 
 
-@pytest.mark.parametrize("redact", ["redact_badly", "redact_and_exit"])
+class PanicError(BaseException):
+    """Of a package that is written in Rust."""
+
+
+def redact_and_panic(messages: list[Any]) -> list[Any]:
+    raise PanicError("called `Option::unwrap()` on a `None` value")
+
+
+@pytest.mark.parametrize("redact", ["redact_badly", "redact_and_exit", "redact_and_panic"])
 async def test_where_redaction_fails_nothing_is_kept_and_the_call_is_answered(
     worlds: Any, redact: str
 ) -> None:

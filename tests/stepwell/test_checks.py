@@ -69,6 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "checks_raises.py").write_text("import os\nos.environ['CHECKS_NO_SUCH_KEY']\n")
     (root / "checks_syntax.py").write_text("async def agent(task, base_url, api_key) return 1\n")
     (root / "checks_exits.py").write_text("raise SystemExit('give --port')\n")
+    panic = "class PanicError(BaseException): ...\n\nraise PanicError('unwrap')\n"
+    (root / "checks_panics.py").write_text(panic)  # as a package that is written in Rust
     (root / "checks_lacks.py").write_text("import checks_not_installed\n")
     (root / "file").touch()
     for name in ("no_tokenizer", "no_template", "no_weights", "cut_off", "pointer", "huge", "new"):
@@ -136,10 +138,13 @@ MISTAKES = {
     "rollout.agent=checks_raises:agent": "checks_raises.py, line 2): KeyError: 'CHECKS",
     "rollout.agent=checks_syntax:agent": "checks_syntax.py, line 1): SyntaxError: expected ':'",
     "rollout.agent=checks_exits:agent": "checks_exits.py, line 1): SystemExit: give --port",
+    "rollout.agent=checks_panics:agent": "checks_panics.py, line 3): PanicError: unwrap",
     "rollout.agent=checks_lacks:agent": "checks_lacks.py, line 1): ModuleNotFoundError: No module",
     # the reward
     "rollout.reward=checks_code:three": "cannot be called as three(data_source, solution_str,",
     "rollout.reward=checks_code:scor": "checks_code has no function 'scor'",
+    "rollout.reward=checks_exits:score": "SystemExit: give --port",
+    "rollout.reward=checks_panics.py:score": "PanicError: unwrap",
     "rollout.reward=mahts": "rollout.reward: reward is 'mahts'; name a built-in (code, dapo, ",
     # the data
     "data.train.path={folder}/nowhere.jsonl": "data.train: path is '{folder}/nowhere.jsonl', which",

@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from stepwell.datapool.dotted import resolve
+from stepwell.datapool.own_loop import ENDS
 from stepwell.trainer.config import CustomSource
 from stepwell.trainer.data.columns import Columns, DataRow, lookup, refuse_media
 from stepwell.trainer.errors import DataError
@@ -72,7 +73,9 @@ class CustomRows:
             given = {p.name: given[p.name] for p in taken if p.name in given}
         try:
             self._dataset = made(**given)
-        except Exception as e:  # foreign code
+        except ENDS:
+            raise
+        except BaseException as e:  # foreign code
             raise DataError(
                 f"cls is {config.cls!r}, which cannot be made with {', '.join(given)} "
                 f"({type(e).__name__}: {e!s:.300})"
@@ -89,7 +92,9 @@ class CustomRows:
     def __getitem__(self, index: int) -> DataRow:
         try:
             stored = self._dataset[index]
-        except Exception as e:  # foreign code
+        except ENDS:
+            raise
+        except BaseException as e:  # foreign code
             raise DataError(f"{self.where(index)}: {type(e).__name__}: {e!s:.300}") from e
         if not isinstance(stored, Mapping):
             raise DataError(

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from stepwell.datapool.dotted import module_of
+from stepwell.datapool.own_loop import ENDS
 from stepwell.trainer.errors import RewardLoadError
 from stepwell.trainer.rewards.base import RewardFn, Score, close, last_boxed
 from stepwell.trainer.rewards.slime import SlimeReward
@@ -102,7 +103,9 @@ def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
     if inspect.isclass(function):
         try:
             function = function(**(kwargs or {}))
-        except Exception as e:  # foreign code, or our own refusing its arguments
+        except ENDS:
+            raise
+        except BaseException as e:  # foreign code, or our own refusing its arguments
             raise RewardLoadError(
                 # Their names: the values may hold a key (`headers`).
                 f"reward is {path!r}, which cannot be made with kwargs "
@@ -215,7 +218,9 @@ def _import(path: str, module_name: str) -> ModuleType:
         if module_name.endswith(".py"):
             return module_of(module_name)
         return importlib.import_module(module_name)
-    except Exception as e:  # any error of foreign code at import
+    except ENDS:
+        raise
+    except BaseException as e:  # any error of foreign code at import
         raise RewardLoadError(
             f"reward is {path!r}, whose module {module_name} cannot be imported "
             f"({type(e).__name__}: {e})"

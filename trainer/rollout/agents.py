@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeAlias, cast
 
 from stepwell.datapool import dotted
+from stepwell.datapool.own_loop import ENDS
 from stepwell.trainer.config.environment import OpenEnvConfig
 from stepwell.trainer.config.harness import HarnessConfig
 from stepwell.trainer.errors import RolloutError, ToolConfigError
@@ -146,7 +147,9 @@ def _with_tools(whose: str, path: str) -> Agent:
 def _import(whose: str, name: str) -> ModuleType:
     try:
         return dotted.module_of(name) if name.endswith(".py") else importlib.import_module(name)
-    except (Exception, SystemExit) as e:  # the user's own module: it may raise anything
+    except ENDS:
+        raise
+    except BaseException as e:  # the user's own module: it may raise anything
         missing = e.name if isinstance(e, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             why = (
