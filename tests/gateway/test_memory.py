@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from benchmarks.gateway.size import bound, objects_of, trajectory_size
+from stepwell.gateway import pool_access
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig, Wiring
 from stepwell.gateway.dialects.base import Exchange
@@ -316,8 +317,9 @@ async def test_a_gateway_that_takes_a_trajectory_over_holds_no_more(worlds: Any)
 async def test_a_call_that_waits_for_a_retry_goes_with_its_trajectory(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # pytest keeps what is logged: the pool's error, which in Python 3.13 has the call's frames.
-    caplog.set_level(logging.ERROR)
+    # pytest keeps what is logged: the pool's error, which in Python 3.13 has the call's frames. Its
+    # own logger is told: an earlier test may have given `stepwell` a level.
+    caplog.set_level(logging.ERROR, logger=pool_access.__name__)
     client = await world.client()
     world.port.failures = ["before"]
     messages: Any = [{"role": "user", "content": "hi"}]
