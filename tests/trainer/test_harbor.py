@@ -180,6 +180,13 @@ def test_what_is_not_read_of_a_task_is_refused_by_name(tmp_path: Path, what: str
         tasks(tmp_path)
 
 
+def test_a_task_without_tests_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(TASKS / "greet", tmp_path / "t")
+    (tmp_path / "t" / "tests" / "test.sh").unlink()
+    with pytest.raises(DataError, match=r"t has no tests/test\.sh, which scores it; write one"):
+        tasks(tmp_path)
+
+
 def test_an_image_that_only_a_container_builds_is_refused_elsewhere(tmp_path: Path) -> None:
     shutil.copytree(TASKS / "greet", tmp_path / "t")
     with (tmp_path / "t" / "environment" / "Dockerfile").open("a") as out:

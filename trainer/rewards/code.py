@@ -27,6 +27,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -249,13 +250,15 @@ def _tests(truth: Any, info: Mapping[str, Any], data_source: str) -> Sequence[_T
         return [_asserted(f"{setup}\n{truth['test']}{check}")]
     if inputs and isinstance(outputs, Sequence) and len(inputs) == len(outputs):
         name = truth.get("fn_name")
-        return [
-            _of_a_call(name, i, o) if name else _of_a_program(i, o)
-            for i, o in zip(inputs, outputs, strict=True)
-        ]
+        with suppress(ValueError, RecursionError):  # arguments that are no JSON: told below
+            return [
+                _of_a_call(name, i, o) if name else _of_a_program(i, o)
+                for i, o in zip(inputs, outputs, strict=True)
+            ]
     raise RewardValueError(
         f"a task of {data_source!r} has the tests {truth!r:.80}; they should be inputs and outputs "
-        "of the same number, test_list, or test with entry_point: set label_key to where they are"
+        "of the same number (a function's as JSON), test_list, or test with entry_point: set "
+        "label_key to where they are"
     )
 
 

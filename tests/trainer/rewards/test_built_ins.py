@@ -117,6 +117,11 @@ def test_without_a_right_answer_a_score_is_missing_not_zero(name: str, truth: An
         score(name, "Answer: 4", truth)
 
 
+def test_a_way_of_reading_that_gsm8k_does_not_have_is_told_by_its_name() -> None:
+    with pytest.raises(RewardValueError, match="method is 'loose'; it should be 'strict' or"):
+        score("gsm8k", "#### 4", "4", method="loose")
+
+
 def test_a_right_answer_that_is_no_mathematics_is_missing_unless_met_word_for_word() -> None:
     truth = r"\left( "
     assert score("math", rf"\boxed{{{truth}}}", truth) == 1.0

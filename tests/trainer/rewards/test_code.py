@@ -90,6 +90,11 @@ def add(a, b):
         ("import numpy\ndef add(a, b): return numpy.int64(a + b)", CALL, 1.0),
         ("def add(a, b): return a + b", {**CALL, "inputs": [[0.1, 0.2]], "outputs": [0.3]}, 1.0),
         ("def add(a, b): return a + b", {**CALL, "inputs": [[0.1, 0.2]], "outputs": [0.31]}, 0.0),
+        (
+            "def add(a, b): return {'sum': a + b}",
+            {**CALL, "outputs": [{"sum": 3}, {"sum": 8}]},
+            0.5,
+        ),
         ("n = int(input())\nprint(n if n < 12 else 0)", TWELVE, 11 / 12),
         ("n = int(input())\nprint(n if n < 3 else 0)", TWELVE, 0.2),
     ],
@@ -98,6 +103,13 @@ async def test_a_program_is_paid_for_the_tests_it_passes(
     answer: str, truth: Any, score: float
 ) -> None:
     assert (await paid(answer, truth))["score"] == pytest.approx(score)
+
+
+@pytest.mark.parametrize("given", ["1\ntwo", "[" * 100_000])
+async def test_arguments_that_are_no_json_are_the_tasks_fault(given: str) -> None:
+    truth = {**CALL, "inputs": [given], "outputs": [3]}
+    with pytest.raises(RewardValueError, match=r"'apps' has the tests .*: set label_key"):
+        await paid("def add(a, b): return a + b", truth)
 
 
 @pytest.mark.parametrize(
