@@ -19,6 +19,10 @@ from ray.cluster_utils import Cluster
 T = TypeVar("T")
 
 
+class PanicError(BaseException):
+    """The panic of a package in Rust, as PyO3 raises it."""
+
+
 @asynccontextmanager
 async def serving_posts(path: str, answer: Handler) -> AsyncIterator[str]:
     """The address of a server that answers POSTs at `path`: http://127.0.0.1:PORT."""

@@ -24,6 +24,7 @@ from stepwell.datapool.selection import (
     TrajectoryInfo,
     dry_run,
 )
+from tests.helpers import PanicError
 
 UNTRAINABLE = Marks(trainable=False)
 
@@ -286,10 +287,6 @@ def returns_too_large(info):
 
 def exits(info):
     raise SystemExit("no table")
-
-
-class PanicError(BaseException):
-    """Of a package that is written in Rust."""
 
 
 def panics(info):

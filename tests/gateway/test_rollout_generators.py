@@ -21,6 +21,7 @@ from stepwell.gateway.errors import GatewayConfigError, RequestError
 from stepwell.gateway.slime_buffer.generators import Generator, GeneratorError
 from tests.builders import until
 from tests.gateway.test_rollout_buffer import Consumer, pool_groups, rollout, rollouts, statistics
+from tests.helpers import PanicError
 
 ECHO = '''
 import json, urllib.request
@@ -419,10 +420,6 @@ async def test_a_function_of_a_generator_that_fails_is_told_and_no_group_is_lost
     assert "is_valid_group of the rollout generator" in answer["error"]["message"]
     await consumer.start()
     assert [i["uid"] for i in await consumer.items()] == ["p-0", "p-1"]
-
-
-class PanicError(BaseException):
-    """Of a package that is written in Rust."""
 
 
 @pytest.mark.parametrize("error", [SystemExit("bad"), PanicError("bad")])

@@ -11,6 +11,7 @@ import pytest
 from stepwell.gateway.config import GatewayConfig, Tuning
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.tokens.messages import TurnMessages
+from tests.helpers import PanicError
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 ASKED: list[Any] = [
@@ -89,10 +90,6 @@ async def test_what_is_redacted_is_kept_nowhere_and_the_model_sees_it(worlds: An
 
 def redact_and_exit(messages: list[Any]) -> list[Any]:
     sys.exit("no list of names")
-
-
-class PanicError(BaseException):
-    """Of a package that is written in Rust."""
 
 
 def redact_and_panic(messages: list[Any]) -> list[Any]:

@@ -64,7 +64,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunConfig,
 
 
 async def test_a_task_is_tried_whatever_its_data_set_says(refused: tuple[RunConfig, Task]) -> None:
-    """As it is trained on: a large integer, half a character, a date of Parquet."""
+    """The trainer makes a large integer, half a character and a date of Parquet plain, too."""
     config, task = refused
     metadata = {"seed": 1 << 70, "said": "half \ud800", "made": date(2026, 12, 1)}
     task = {**task, "metadata": metadata}

@@ -258,7 +258,7 @@ async def test_held_out_traffic_is_evaluated_by_the_version_that_answered_it(
 
 
 async def test_a_second_look_at_one_step_keeps_the_table_of_the_first(tmp_path: Path) -> None:
-    """As at the end of a run whose last step was looked at."""
+    """A run whose last step was looked at looks again at its end."""
     async with small_run(live_config(tmp_path)) as run:
         await brings(run.pool, channel=VAL, rewards=(0.0, 0.5))
         await run.trainer.evaluate([])

@@ -18,6 +18,7 @@ from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.rollout import worker as worker_module
 from stepwell.trainer.rollout.agents import load_agent
 from stepwell.trainer.rollout.worker import RolloutWorker, start_workers
+from tests.helpers import PanicError
 
 compact = partial(json.dumps, separators=(",", ":"))
 
@@ -136,10 +137,6 @@ async def returns_numpy(task: Mapping[str, Any], base_url: str, api_key: str) ->
 
 async def exits(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     sys.exit("usage: agent [--help]")
-
-
-class PanicError(BaseException):
-    """The panic of a package in Rust, as PyO3 raises it."""
 
 
 async def panics(task: Mapping[str, Any], base_url: str, api_key: str) -> float:

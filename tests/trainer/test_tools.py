@@ -35,7 +35,7 @@ from stepwell.trainer.tools import (
     ToolSession,
     ToolUnavailableError,
 )
-from tests.helpers import gone, serving_posts
+from tests.helpers import PanicError, gone, serving_posts
 
 
 def calls(*named: tuple[str, Any]) -> list[dict[str, Any]]:
@@ -295,10 +295,6 @@ def by_plate(plate: Annotated[str, AfterValidator({"A": "Patan"}.__getitem__)]) 
 
 async def leave() -> str:
     sys.exit("no such city")  # as argparse does
-
-
-class PanicError(BaseException):
-    """The panic of a package in Rust, as PyO3 raises it."""
 
 
 async def panic() -> str:

@@ -19,6 +19,7 @@ from stepwell.trainer.errors import (
     RewardValueError,
 )
 from stepwell.trainer.rewards.loading import BUILT_IN, load_reward
+from tests.helpers import PanicError
 from tests.trainer.rewards.scoring import score_with
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info, **kwargs)"
@@ -201,10 +202,6 @@ async def test_a_reward_that_would_end_the_process_is_only_missing(error: BaseEx
 
     with pytest.raises(RewardCrashError, match=type(error).__name__):
         await score_with(ends, "sums", "4", None)
-
-
-class PanicError(BaseException):
-    """The panic of a package in Rust, as PyO3 raises it."""
 
 
 @pytest.mark.parametrize("error", [SystemExit, PanicError])
