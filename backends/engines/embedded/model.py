@@ -101,6 +101,8 @@ class ModelRunner:
             rows = np.arange(min(2, self.cache.n_rows))
             starts, lengths = np.array([first, 0]), np.array([n - first, n])
             pieces = self.forward(rows, pair[rows], starts[rows], lengths[rows])
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as e:  # of the model's own code: it may want another mask or cache
             why = f"{type(e).__name__}: {' '.join(str(e).split()):.200}"
             raise ValueError(f"{refusal}its forward fails with the cache ({why}){remedy}") from e

@@ -290,3 +290,14 @@ def test_a_model_whose_decoding_is_not_its_forward_is_refused_when_it_is_loaded(
     assert f"model_type {config.model_type!r}" in str(e.value)
     assert "use SGLang or vLLM" in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_a_model_for_which_there_is_no_memory_is_not_said_to_need_another_engine(
+    model_dirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRunner, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
+        ModelRunner(str(model_dirs.base), context_length=64)
