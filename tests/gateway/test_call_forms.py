@@ -191,6 +191,13 @@ async def test_whole_and_streamed_answers_have_the_calls_and_none_of_their_marku
     world.check_exact()
 
 
+async def the_calls(world: World, client: Any, sampled: Sampled) -> Any:
+    """The message that answers the first question, to which the model says `sampled`."""
+    world.engine.script.append(sampled)
+    answer = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)
+    return answer.choices[0].message.model_dump(exclude_none=True)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_results_of_parallel_calls_follow_the_turn_as_the_template_writes_them(
     worlds: Any, family: str
@@ -198,9 +205,7 @@ async def test_results_of_parallel_calls_follow_the_turn_as_the_template_writes_
     world: World = await worlds(family)
     client = await world.client()
     ids = sampled(world, family, IDS.get(family, ["callid001", "callid002"]))
-    world.engine.script.append(Sampled(ids))
-    answer = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)
-    reply = answer.choices[0].message.model_dump(exclude_none=True)
+    reply = await the_calls(world, client, Sampled(ids))
     results = [
         {"role": "tool", "tool_call_id": call["id"], "content": f"result {i}"}
         for i, call in enumerate(reply["tool_calls"])
@@ -231,9 +236,7 @@ async def test_calls_to_which_the_model_gave_one_id_are_told_apart_and_extended(
 ) -> None:
     world: World = await worlds(family)
     client = await world.client()
-    world.engine.script.append(Sampled(sampled(world, family, [given, given])))
-    answer = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)
-    reply = answer.choices[0].message.model_dump(exclude_none=True)
+    reply = await the_calls(world, client, Sampled(sampled(world, family, [given, given])))
     first, other = (call["id"] for call in reply["tool_calls"])
     assert first == given
     assert re.fullmatch(second, other)
@@ -324,9 +327,7 @@ async def test_a_call_that_only_a_user_follows_is_extended_unless_it_ended_for_a
     ids = sampled(world, "glm45", ["callid001", "callid002"])
     for uid, reply in (("cut", Sampled(ids[:-1], finish="length")), ("ended", Sampled(ids))):
         client = await world.client(uid)
-        world.engine.script.append(reply)
-        answer = await client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)
-        said = answer.choices[0].message.model_dump(exclude_none=True)
+        said = await the_calls(world, client, reply)
         messages = [USER, said, {"role": "user", "content": "Stop, look there."}]
         await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
     cut, extended, _, branch = world.stored()
