@@ -94,11 +94,17 @@ class _Call(Generic[R]):
 
     __slots__ = ("answer", "end", "number", "op", "sent", "shard")
 
-    def __init__(self, shard: RemoteShard, number: int, op: Op[R], timeout_s: float | None) -> None:
-        self.shard, self.number, self.op = shard, number, op
+    def __init__(
+        self,
+        shard: RemoteShard,
+        number: int,
+        op: Op[R],
+        timeout_s: float | None,
+        answer: asyncio.Future[R],
+    ) -> None:
+        self.shard, self.number, self.op, self.answer = shard, number, op, answer
         self.end = timeout_s and time.monotonic() + timeout_s
         """Time until which it waits; 0: it does not wait; None: for ever."""
-        self.answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self.sent: Connection | None = None
         """The connection that it went through last: perhaps it was applied."""
 
@@ -167,7 +173,7 @@ class RemoteShard(ABC):
         is_alone = self._only_consumers_wait()
         is_large = isinstance(op, SubmitSteps) and op.n_steps >= AT_ONCE
         self._number += 1
-        call = _Call(self, self._number, op, timeout_s)
+        call = _Call(self, self._number, op, timeout_s, loop.create_future())
         self._unanswered[call.number] = call
         self._unsent.append(call)
         if self._connection is None:

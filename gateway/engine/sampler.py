@@ -32,6 +32,7 @@ import re
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from os import urandom
 from typing import Any
 
@@ -111,6 +112,9 @@ class Sampler:
         self._checks = EngineChecks(wiring, self._fleet)
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
+        self._mark, self._n_sent = urandom(8).hex(), count()
+        """Begin and end of the ids of requests; engines abort all whose ids begin with what they
+        are told, so each has the same length."""
         self.resumes = 0
         """Weight updates that cut a call."""
         self.recoveries = 0
@@ -212,7 +216,7 @@ class Sampler:
                     raise LostError(self._fleet.why_none())
                 tried.add(engine)
                 request = GenerateRequest(
-                    urandom(16).hex(),
+                    f"{self._mark}{next(self._n_sent):016x}",
                     ids,
                     sampling,
                     most,

@@ -455,11 +455,10 @@ def _give_up(calls: tuple[Call, ...], again: Call) -> None:
 def completed_at(timing: Any, created: int) -> int:
     """Unix seconds when a reply was sampled, by the `timing` of its Step, so that all gateways say
     the same; `created` where that does not say it, and never before."""
-    match timing:
-        case {"began": float(began), "waited_s": float(waited), "engine_s": float(engine)}:
-            return max(created, int(began + waited + engine))
-        case _:
-            return created
+    try:
+        return max(created, int(timing["began"] + timing["waited_s"] + timing["engine_s"]))
+    except (TypeError, KeyError, ValueError, OverflowError):  # a Step may hold anything there
+        return created
 
 
 def restore(

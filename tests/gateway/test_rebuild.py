@@ -854,6 +854,28 @@ def test_what_is_no_note_is_ignored(value: Any) -> None:
     assert not graph.steps
 
 
+def timing_of(seconds: Any) -> dict[str, Any]:
+    return {"began": 1_700_000_000.5, "waited_s": 1.0, "engine_s": seconds}
+
+
+@pytest.mark.parametrize(
+    ("timing", "completed"),
+    [(timing_of(2.25), 1_700_000_003)]
+    + [(bad, 1_700_000_000) for bad in (None, "x", {}, timing_of("2"), timing_of(float("inf")))],
+)
+def test_a_reply_was_sampled_when_its_timing_says_or_else_when_it_was_asked_for(
+    timing: Any, completed: int
+) -> None:
+    note = TurnNote(keys=(b"r", b"p", b"k", None), retry=b"12345678", created=1_700_000_000)
+    step = noted(note.as_json())
+    metadata = {**step.metadata, "timing": timing}
+    stored = replace(
+        step, metadata=metadata, rollout_log_probs=np.array([-0.5]), finish_reason="stop"
+    )
+    (call,) = restore(TurnGraph(), [stored])
+    assert call.completed == completed
+
+
 def test_a_note_takes_few_bytes() -> None:
     keys = b"r" * 16, b"p" * 16, b"k" * 16, None
     note = TurnNote(keys=keys, retry=b"12345678", created=1_700_000_000)
