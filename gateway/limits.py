@@ -145,7 +145,7 @@ class Deadlines:
 
 class Deadline:
     """`with Deadline(deadlines, when): …` raises TimeoutError at that time of the event loop's
-    clock, as `asyncio.timeout_at` does."""
+    clock, which is `time.monotonic`, as `asyncio.timeout_at` does."""
 
     __slots__ = ("_cancelling", "_deadlines", "_task", "expired", "when")
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -101,7 +102,7 @@ class PoolAccess:
         if timeout_s is None:
             timeout_s = self.timeout_s + self.room_s * room
         try:
-            with Deadline(self._deadlines, asyncio.get_running_loop().time() + timeout_s):
+            with Deadline(self._deadlines, time.monotonic() + timeout_s):
                 return await answer
         except NotOwnerError as e:
             raise PermissionDeniedError(str(e)) from e

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 
 from stepwell.backends.engines.api import Engine as Asked
@@ -74,7 +75,7 @@ class EngineChecks:
         """Until some engine may be used, at most so long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self._fleet.has_candidate(_now()):
+                while not self._fleet.has_candidate(time.monotonic()):
                     await self._news.wait()
 
     def asking(self, url: str, timeout_s: float | None = None) -> Asked:
@@ -102,7 +103,7 @@ class EngineChecks:
         while True:
             interval = self._tuning.engine_health_interval_s
             if self._fleet.state(engine) != "up":
-                probe_in = max(self._fleet.probe_in(engine, _now()), _AT_ONCE_S)
+                probe_in = max(self._fleet.probe_in(engine, time.monotonic()), _AT_ONCE_S)
                 interval = min(interval, _RECHECK_S, probe_in)
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval):
@@ -120,10 +121,12 @@ class EngineChecks:
             found = await client.state()
         except AskingError as e:
             refused = isinstance(e, NotThereError) and e.refused
-            fleet.check_failed(engine, _now(), str(e), refused=refused)
+            fleet.check_failed(engine, time.monotonic(), str(e), refused=refused)
         else:
             version, canary = found.version, found.is_canary
-            if not fleet.check_passed(engine, _now(), asked=asked, version=version, canary=canary):
+            if not fleet.check_passed(
+                engine, time.monotonic(), asked=asked, version=version, canary=canary
+            ):
                 return
             self._tell()
             why = ""
@@ -131,7 +134,7 @@ class EngineChecks:
                 await client.check()
             except AskingError as e:
                 why = str(e)
-            fleet.health(engine, _now(), well=not why, why=why)
+            fleet.health(engine, time.monotonic(), well=not why, why=why)
             self._tell()
         after = fleet.state(engine)
         if after != state:
@@ -141,7 +144,3 @@ class EngineChecks:
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

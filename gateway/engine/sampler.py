@@ -200,8 +200,7 @@ class Sampler:
         whole: Part | None = None
         empty = failures = 0
         tried: set[Engine] = set()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.request_timeout_s
+        deadline = time.monotonic() + self._config.request_timeout_s
         while True:
             ids, most = prompt_ids, sampling.max_new_tokens
             if whole is not None and whole.ids:
@@ -209,7 +208,7 @@ class Sampler:
                 most -= len(whole.ids)
             part = Part(most, self._vocabulary, self._masked)
             try:
-                if (now := loop.time()) >= deadline:
+                if (now := time.monotonic()) >= deadline:
                     raise self._too_late()
                 engine = self._fleet.pick(affinity, now, tried)
                 if engine is None:
@@ -290,11 +289,11 @@ class Sampler:
         self.recoveries += 1
 
     async def _back_off(self, failures: int, tried: set[Engine]) -> None:
-        if self._fleet.has_candidate(_now(), tried):
+        if self._fleet.has_candidate(time.monotonic(), tried):
             return  # another engine has not failed this call
         tried.clear()
         delay = backoff_s(failures, self._backoff_s)
-        if self._fleet.has_candidate(_now()):
+        if self._fleet.has_candidate(time.monotonic()):
             await asyncio.sleep(delay)
         else:
             await self._checks.wait_for_candidate(delay)
@@ -326,7 +325,7 @@ class Sampler:
             self._abort(engine.url, request.rid)
             raise
         except NotThereError as e:
-            self._fleet.broke(engine, _now(), str(e))
+            self._fleet.broke(engine, time.monotonic(), str(e))
             self._checks.look_at(engine)
             raise LostError(f"{engine.url} ({e})") from e
         except TimeoutError as e:
@@ -345,7 +344,7 @@ class Sampler:
                 if isinstance(refused, EngineError):
                     why = f"{refused} {refused.detail}".rstrip()
                     log.warning("engine %s: %s", engine.url, why)
-                self._fleet.answered_badly(engine, _now(), why)
+                self._fleet.answered_badly(engine, time.monotonic(), why)
                 if self._fleet.is_open(engine):
                     self._checks.look_at(engine)
             raise refused from e
@@ -411,7 +410,3 @@ def _refusal(
         return BusyError(f"{e.what}: {words}")
     is_nonsense = e.status == 200
     return EngineError(e.what if is_nonsense else f"{e.what}; see the gateway's log", words)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
