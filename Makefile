@@ -126,7 +126,7 @@ bench: install
 
 #   make fuzz   more than 10,000 requests generated from the gateway's OpenAPI document
 fuzz: install
-	$(BIN)/python -m tests.gateway.fuzz 600
+	$(BIN)/python -m tests.gateway.fuzz 150
 
 .venv-verl/.installed: $(STAMP)
 	$(PYTHON) -m venv $(@D)

@@ -16,7 +16,14 @@ import numpy as np
 
 from benchmarks.gateway.client import Job, Result, cpu_seconds
 from benchmarks.gateway.process import Client, Engine, resident_bytes
-from benchmarks.gateway.systems import Direct, Gateway, Rllm, Stepwell, StepwellReplicas
+from benchmarks.gateway.systems import (
+    BareProxy,
+    Direct,
+    Gateway,
+    Rllm,
+    Stepwell,
+    StepwellReplicas,
+)
 from benchmarks.gateway.workload import ROLLOUTS, TURNS, Workload
 from benchmarks.system import Bench, paired
 
@@ -88,19 +95,24 @@ class GatewayBench(Bench[Gateway, Size]):
 
 
 async def throughput(bench: GatewayBench) -> None:
-    """Every system at every number of connections, from an engine that answers at once."""
+    """Every system, and a bare proxy, at every number of connections, from an engine that answers
+    at once."""
     size, report, ours = bench.size, bench.report, bench.ours
     few, most = min(size.connections), max(size.connections)
-    for system in bench.systems:
-        await sample(bench, system, most, most // ROLLOUTS or 1)
+    proxy = BareProxy()
+    systems = [*bench.systems, proxy]
     samples: Samples = {}
     first_prompt = 0
-    for _ in range(size.rounds):
-        for n in size.connections:
-            for system in bench.systems:
-                measured = await sample(bench, system, n, size.groups * system.scale, first_prompt)
-                samples.setdefault((system.name, n), []).append(measured)
-            first_prompt += size.groups * max(system.scale for system in bench.systems)
+    async with proxy.running(bench.engine, bench.workload):
+        for system in systems:
+            await sample(bench, system, most, most // ROLLOUTS or 1)
+        for _ in range(size.rounds):
+            for n in size.connections:
+                for system in systems:
+                    n_groups = size.groups * system.scale
+                    measured = await sample(bench, system, n, n_groups, first_prompt)
+                    samples.setdefault((system.name, n), []).append(measured)
+                first_prompt += size.groups * max(system.scale for system in systems)
     report.figures["systems"] = table(samples, Direct.name)
     alone, direct = samples[ours.name, few], samples[Direct.name, few]
     if (Rllm.name, most) in samples:
@@ -110,6 +122,9 @@ async def throughput(bench: GatewayBench) -> None:
             samples[ours.name, most], samples[Rllm.name, most], lambda a, b: a.cpu_ms / b.cpu_ms
         )
         report.at_least(name, _by_rllm(samples, StepwellReplicas, most), 4.0)
+    report.figures[f"cpu_by_bare_proxy_at_{most}"] = paired(
+        samples[ours.name, most], samples[proxy.name, most], lambda a, b: a.cpu_ms / b.cpu_ms
+    )
     flat = paired(samples[ours.name, most], alone, lambda a, b: a.cpu_ms / b.cpu_ms)
     report.at_most(f"cpu_at_{most}_by_{few}", flat, 1.3)
     added = paired(alone, direct, lambda a, b: a.p50_ms - b.p50_ms)

@@ -17,8 +17,9 @@ from benchmarks.gateway.workload import Workload
 from benchmarks.processes import ask, python
 
 
-def _program(name: str, file: Path) -> AbstractAsyncContextManager[Process]:
-    return python("-P", str(Path(__file__).with_name(name)), str(file), output=PIPE)
+def program(name: str, argument: object) -> AbstractAsyncContextManager[Process]:
+    """A file of this folder as a process that imports nothing of ours."""
+    return python("-P", str(Path(__file__).with_name(name)), str(argument), output=PIPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Engine:
 
 @asynccontextmanager
 async def running_engine(workload: Workload) -> AsyncIterator[Engine]:
-    async with _program("engine.py", workload.answer_file) as process:
+    async with program("engine.py", workload.answer_file) as process:
         yield Engine(process, int(await ask(process)))
 
 
@@ -83,7 +84,7 @@ class Client:
 
 @asynccontextmanager
 async def running_client(workload: Workload) -> AsyncIterator[Client]:
-    async with _program("client.py", workload.conversations_file) as process:
+    async with program("client.py", workload.conversations_file) as process:
         yield Client(process)
 
 

@@ -20,11 +20,11 @@ import aiohttp
 import ray
 
 from benchmarks.gateway.client import Job
-from benchmarks.gateway.process import Engine
+from benchmarks.gateway.process import Engine, program
 from benchmarks.gateway.size import trajectory_size
 from benchmarks.gateway.workload import CALLING, Workload
 from benchmarks.pool.cluster import pid_of, running_pool
-from benchmarks.processes import free_port, python
+from benchmarks.processes import ask, free_port, python
 from benchmarks.system import System
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import GatewayConfig, Wiring
@@ -63,6 +63,19 @@ class Direct(Gateway):
     async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
         self.ports = (engine.port,)
         yield
+
+
+class BareProxy(Gateway):
+    """`proxy.py`: passes bytes on and does nothing else."""
+
+    name = "bare proxy in Python"
+    scale = 4
+
+    @asynccontextmanager
+    async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
+        async with program("proxy.py", engine.port) as process:
+            self.ports, self.pids = (int(await ask(process)),), (process.pid,)
+            yield
 
 
 class WatchedGateway(GatewayReplica):

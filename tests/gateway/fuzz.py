@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import sys
 import tempfile
+from collections.abc import Sequence
 
 import aiohttp
 
@@ -50,6 +52,21 @@ MARKUP = (
 """Pieces that a prompt or a reply may be put together from."""
 
 
+AGAIN = 3
+"""Further runs for operations on which the generator gave up."""
+_GIVEN_UP = re.compile(r"^_+ ([A-Z]+ /\S*) _+\nSchema Error\n", re.MULTILINE)
+_ERRORS = re.compile(r"^  🚫 (.+): (\d+)$", re.MULTILINE)
+
+
+def given_up(report: str) -> list[str]:
+    """The operations on which Schemathesis gave up, if nothing else went wrong: it may draw a
+    schema that it can draw no value from (4.32: a `not` that it does not spell out), and then ends
+    that operation."""
+    operations: list[str] = _GIVEN_UP.findall(report)
+    is_all = _ERRORS.findall(report) == [("Schema Error", str(len(operations)))]
+    return operations if is_all and "= FAILURES =" not in report else []
+
+
 async def fuzz(cases_per_operation: int, seed: int | None = None) -> tuple[int, str]:
     """(exit status, report) of both."""
     draw = random.Random(seed)
@@ -75,35 +92,61 @@ async def _fuzz_operations(
                 local_pool() as pool,
                 serving(create_app(config, Wiring((engine_url,)), pool, tokenizer)) as url,
             ):
-                command = [
-                    sys.executable,
-                    "-m",
-                    "schemathesis.cli",
-                    "run",
-                    f"{url}/openapi.json",
-                    "--checks",
-                    "not_a_server_error",
-                    "--phases",
-                    "fuzzing",
-                    "--no-color",
-                    "--max-examples",
-                    str(cases_per_operation),
-                    "--warnings",
-                    "off",
-                    # A busy machine is no failure.
-                    "--wait-for-schema",
-                    "60",
-                    "--request-timeout",
-                    "60",
-                    *(() if seed is None else ("--seed", str(seed))),
-                ]
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    cwd=folder,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                )
-                out, _ = await process.communicate()
+                status, report = await _schemathesis(url, folder, cases_per_operation, seed)
+                reports = [report]
+                for i in range(1, AGAIN + 1):
+                    if not (operations := given_up(reports[-1])):
+                        break
+                    seed = None if seed is None else seed + i
+                    status, report = await _schemathesis(
+                        url, folder, cases_per_operation, seed, operations
+                    )
+                    reports.append(report)
+    return status, "\n".join(reports)
+
+
+async def _schemathesis(
+    url: str,
+    folder: str,
+    cases_per_operation: int,
+    seed: int | None,
+    operations: Sequence[str] = (),
+) -> tuple[int, str]:
+    """Exit status and report of one run.
+
+    Args:
+        operations: none: all.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{url}/openapi.json",
+        "--checks",
+        "not_a_server_error",
+        "--phases",
+        "fuzzing",
+        "--no-color",
+        "--max-examples",
+        str(cases_per_operation),
+        "--warnings",
+        "off",
+        # A busy machine is no failure.
+        "--wait-for-schema",
+        "60",
+        "--request-timeout",
+        "60",
+        *(() if seed is None else ("--seed", str(seed))),
+        *(argument for name in operations for argument in ("--include-name", name)),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out, _ = await process.communicate()
     return process.returncode or 0, out.decode()
 
 
