@@ -94,10 +94,10 @@ async def _fuzz_operations(
             ):
                 status, report = await _schemathesis(url, folder, cases_per_operation, seed)
                 reports = [report]
-                for i in range(1, AGAIN + 1):
+                for _ in range(AGAIN):
                     if not (operations := given_up(reports[-1])):
                         break
-                    seed = None if seed is None else seed + i
+                    seed = None if seed is None else seed + 1
                     status, report = await _schemathesis(
                         url, folder, cases_per_operation, seed, operations
                     )
