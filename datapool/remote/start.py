@@ -9,6 +9,7 @@ one pool of them; with one shard all of this is the plain actor.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import re
 import shutil
@@ -42,6 +43,9 @@ from stepwell.datapool.store.folder import journal_exists
 DEFAULT_NAME = "data_pool"
 DOWN_S: Final = 0.1
 """Seconds between two tries to reach a shard that is down."""
+ASK_AGAIN_S: Final = 0.2
+"""Seconds after which a shard that does not say where it is is asked once more. What Ray was given
+for an actor that restarts waits for up to two seconds and then fails, though the actor is back."""
 
 DataPoolHandle: TypeAlias = Any
 """A Ray handle of `DataPoolActor`. Any, because Ray types a handle's methods as Never."""
@@ -193,9 +197,15 @@ class RayShard(RemoteShard):
         return (type(self), (self.handle, self.met))
 
     async def find(self) -> tuple[PoolAddress, str]:
-        here = _here()
+        here, asked = _here(), set[asyncio.Future[PoolAddress]]()
         try:
-            return await self.handle.address.remote(here), here
+            while True:
+                asked.add(asyncio.wrap_future(self.handle.address.remote(here).future()))
+                done, _ = await asyncio.wait(
+                    asked, timeout=ASK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if done:
+                    return done.pop().result(), here
         except ActorUnavailableError as e:
             raise ConnectionError(str(e).strip().splitlines()[0]) from e
         except RayActorError as e:
@@ -204,6 +214,10 @@ class RayShard(RemoteShard):
             if isinstance(e.cause, DataPoolError):
                 raise e.cause from None
             raise
+        finally:
+            for answer in asked:
+                if not answer.cancel():
+                    answer.exception()  # asyncio logs one that nobody looked at
 
 
 def unavailable(error: RayActorError) -> PoolUnavailableError:

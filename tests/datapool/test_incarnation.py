@@ -12,7 +12,9 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -190,6 +192,24 @@ async def test_a_client_refuses_a_pool_that_is_not_the_one_it_met(
     await DataPoolClient([RayShard(actor, met)]).get_statistics()
     older = DataPoolClient([RayShard(actor, met._replace(generation=met.generation - 1))])
     assert await older.submit_step(make_step("u", "q")) == "accepted"
+
+
+async def test_a_pool_that_came_back_is_found_though_ray_holds_an_earlier_question(
+    start: Callable[[], Any],
+) -> None:
+    """Ray holds what it was given for an actor that restarts, and fails it after two seconds."""
+    actor, held = start(), Future[Any]()
+    asked: list[Any] = []
+
+    def ask(here: str) -> Any:
+        asked.append(actor.address.remote(here) if asked else SimpleNamespace(future=lambda: held))
+        return asked[-1]
+
+    shard = RayShard(SimpleNamespace(address=SimpleNamespace(remote=ask)))
+    async with asyncio.timeout(60):
+        address, here = await shard.find()
+    assert address == await actor.address.remote(here)
+    assert held.cancelled()
 
 
 def met_by(client: DataPoolClient) -> Incarnation | None:
