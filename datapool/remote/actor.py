@@ -30,7 +30,13 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import InvalidStepError, PoolReplacedError
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.launch import start as start_archiver
-from stepwell.datapool.heap import return_large_blocks, settle_heap, use_one_heap
+from stepwell.datapool.heap import (
+    growing_heap,
+    keep_heap,
+    return_large_blocks,
+    settle_heap,
+    use_one_heap,
+)
 from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import (
     Ack,
@@ -99,11 +105,14 @@ class DataPoolActor:
                 "to start this shard empty"
             )
         self._loop = _loop_in_a_thread()
+        settle_heap()
 
         async def start() -> tuple[PoolService, Server]:
-            service = PoolService(
-                config, folder, shard, restarted=restarted, previous=previous, fenced=_end
-            )
+            with growing_heap():
+                service = PoolService(
+                    config, folder, shard, restarted=restarted, previous=previous, fenced=_end
+                )
+                keep_heap()
             return service, Server(service, ray.get_runtime_context().get_node_id())
 
         self._service, self._server = self._run(start())
@@ -116,7 +125,6 @@ class DataPoolActor:
                 )
         if self._service.incarnation is not None:
             record(self._service.incarnation)
-        settle_heap()
         return_large_blocks(1 << 17)
 
     @ray.method(concurrency_group=FINDING)
