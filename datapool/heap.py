@@ -54,12 +54,6 @@ def settle_heap(between_collections: tuple[int, int, int] = BETWEEN_COLLECTIONS)
     gc.set_threshold(*between_collections)
 
 
-def keep_heap() -> None:
-    """Take what was made in `growing_heap`, too, out of garbage collection, before the first one
-    after it would walk through all of that: the steps of a journal are no garbage."""
-    gc.freeze()
-
-
 def use_one_heap() -> None:
     """One heap for all threads that are started from now on: with one for each, what one thread
     takes and another gives back leaves holes in all of them."""

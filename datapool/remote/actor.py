@@ -13,6 +13,7 @@ after what was called before it all the same.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -30,13 +31,7 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import InvalidStepError, PoolReplacedError
 from stepwell.datapool.files.archive.launch import Settings
 from stepwell.datapool.files.archive.launch import start as start_archiver
-from stepwell.datapool.heap import (
-    growing_heap,
-    keep_heap,
-    return_large_blocks,
-    settle_heap,
-    use_one_heap,
-)
+from stepwell.datapool.heap import growing_heap, return_large_blocks, settle_heap, use_one_heap
 from stepwell.datapool.log_files import log_to_file
 from stepwell.datapool.ops import (
     Ack,
@@ -112,7 +107,7 @@ class DataPoolActor:
                 service = PoolService(
                     config, folder, shard, restarted=restarted, previous=previous, fenced=_end
                 )
-                keep_heap()
+                gc.freeze()  # the first collection would walk through all that was read
             return service, Server(service, ray.get_runtime_context().get_node_id())
 
         self._service, self._server = self._run(start())
