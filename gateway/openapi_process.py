@@ -22,7 +22,9 @@ async def read_document() -> bytes:
         RuntimeError: the process failed; the last line of what it said.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", __name__),
+        sys.executable,
+        "-m",
+        __name__,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

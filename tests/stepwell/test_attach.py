@@ -143,7 +143,8 @@ def test_a_secret_of_the_runs_environment_is_the_trainers_too_once_it_is_given_a
         attached(
             tmp_path,
             own,
-            *("cluster.env.HF_TOKEN=hf_mine", "cluster.env.NCCL_SOCKET_IFNAME=eth0"),
+            "cluster.env.HF_TOKEN=hf_mine",
+            "cluster.env.NCCL_SOCKET_IFNAME=eth0",
         )
     assert "hf_mine" not in str(refused.value)
 
