@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks.gateway.systems import (
     BareProxy,
     Direct,
     Gateway,
+    LibraryProxy,
     Rllm,
     Stepwell,
     StepwellReplicas,
@@ -95,15 +97,17 @@ class GatewayBench(Bench[Gateway, Size]):
 
 
 async def throughput(bench: GatewayBench) -> None:
-    """Every system, and a bare proxy, at every number of connections, from an engine that answers
-    at once."""
+    """Every system, and two bare proxies, at every number of connections, from an engine that
+    answers at once."""
     size, report, ours = bench.size, bench.report, bench.ours
     few, most = min(size.connections), max(size.connections)
-    proxy = BareProxy()
-    systems = [*bench.systems, proxy]
+    by_hand, of_libraries = proxies = (BareProxy(), LibraryProxy())
+    systems = [*bench.systems, *proxies]
     samples: Samples = {}
     first_prompt = 0
-    async with proxy.running(bench.engine, bench.workload):
+    async with AsyncExitStack() as stack:
+        for proxy in proxies:
+            await stack.enter_async_context(proxy.running(bench.engine, bench.workload))
         for system in systems:
             await sample(bench, system, most, most // ROLLOUTS or 1)
         for _ in range(size.rounds):
@@ -122,9 +126,10 @@ async def throughput(bench: GatewayBench) -> None:
             samples[ours.name, most], samples[Rllm.name, most], lambda a, b: a.cpu_ms / b.cpu_ms
         )
         report.at_least(name, _by_rllm(samples, StepwellReplicas, most), 4.0)
-    report.figures[f"cpu_by_bare_proxy_at_{most}"] = paired(
-        samples[ours.name, most], samples[proxy.name, most], lambda a, b: a.cpu_ms / b.cpu_ms
-    )
+    for name, proxy in (("bare_proxy", by_hand), ("library_proxy", of_libraries)):
+        report.figures[f"cpu_by_{name}_at_{most}"] = paired(
+            samples[ours.name, most], samples[proxy.name, most], lambda a, b: a.cpu_ms / b.cpu_ms
+        )
     flat = paired(samples[ours.name, most], alone, lambda a, b: a.cpu_ms / b.cpu_ms)
     report.at_most(f"cpu_at_{most}_by_{few}", flat, 1.3)
     added = paired(alone, direct, lambda a, b: a.p50_ms - b.p50_ms)

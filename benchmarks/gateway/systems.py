@@ -68,14 +68,23 @@ class Direct(Gateway):
 class BareProxy(Gateway):
     """`proxy.py`: passes bytes on and does nothing else."""
 
-    name = "bare proxy in Python"
+    name = "bare proxy, written by hand"
+    program = "proxy.py"
     scale = 4
 
     @asynccontextmanager
     async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
-        async with program("proxy.py", engine.port) as process:
+        async with program(self.program, engine.port) as process:
             self.ports, self.pids = (int(await ask(process)),), (process.pid,)
             yield
+
+
+class LibraryProxy(BareProxy):
+    """`library_proxy.py`: the same, written with uvicorn and aiohttp."""
+
+    name = "bare proxy of uvicorn and aiohttp"
+    program = "library_proxy.py"
+    scale = 2
 
 
 class WatchedGateway(GatewayReplica):
