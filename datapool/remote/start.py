@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -35,7 +36,7 @@ from stepwell.datapool.nodes import live_nodes
 from stepwell.datapool.remote.actor import FINDING, N_WAITING, SHARDS_FILE, WAITING, DataPoolActor
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
-from stepwell.datapool.remote.shard import RESTART_S, RemoteShard
+from stepwell.datapool.remote.shard import CONNECT_S, RESTART_S, RemoteShard
 from stepwell.datapool.remote.wire import PoolAddress
 from stepwell.datapool.sealed import read_sealed, write_sealed
 from stepwell.datapool.store.folder import journal_exists
@@ -197,15 +198,9 @@ class RayShard(RemoteShard):
         return (type(self), (self.handle, self.met))
 
     async def find(self) -> tuple[PoolAddress, str]:
-        here, asked = _here(), set[asyncio.Future[PoolAddress]]()
+        here = _here()
         try:
-            while True:
-                asked.add(asyncio.wrap_future(self.handle.address.remote(here).future()))
-                done, _ = await asyncio.wait(
-                    asked, timeout=ASK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                if done:
-                    return done.pop().result(), here
+            return await _address(self.handle, here), here
         except ActorUnavailableError as e:
             raise ConnectionError(str(e).strip().splitlines()[0]) from e
         except RayActorError as e:
@@ -214,10 +209,23 @@ class RayShard(RemoteShard):
             if isinstance(e.cause, DataPoolError):
                 raise e.cause from None
             raise
-        finally:
-            for answer in asked:
-                if not answer.cancel():
-                    answer.exception()  # asyncio logs one that nobody looked at
+
+
+async def _address(handle: DataPoolHandle, here: str) -> PoolAddress:
+    """Ask a shard for its address, on behalf of this node, until there is an answer."""
+    asked = set[asyncio.Future[PoolAddress]]()
+    try:
+        while True:
+            asked.add(asyncio.wrap_future(handle.address.remote(here).future()))
+            done, _ = await asyncio.wait(
+                asked, timeout=ASK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return done.pop().result()
+    finally:
+        for answer in asked:
+            if not answer.cancel():
+                answer.exception()  # asyncio logs one that nobody looked at
 
 
 def unavailable(error: RayActorError) -> PoolUnavailableError:
@@ -234,15 +242,19 @@ def unavailable(error: RayActorError) -> PoolUnavailableError:
 
 
 def _number_of_shards(first: DataPoolHandle) -> int:
-    give_up = time.monotonic() + RESTART_S
-    while True:
-        try:
-            n: int = ray.get(first.address.remote(_here())).n_shards
-            return n
-        except RayActorError as e:
-            if not isinstance(e, ActorUnavailableError) or time.monotonic() > give_up:
-                raise unavailable(e) from e
-            time.sleep(DOWN_S)
+    here, give_up = _here(), time.monotonic() + RESTART_S
+    with ThreadPoolExecutor(1) as thread:  # the caller's own may run a loop
+        while True:
+            # For a while at a time: an interrupt waits for the thread.
+            asking = asyncio.wait_for(_address(first, here), CONNECT_S)
+            try:
+                return thread.submit(asyncio.run, asking).result().n_shards
+            except TimeoutError:
+                continue  # it is still starting
+            except RayActorError as e:
+                if not isinstance(e, ActorUnavailableError) or time.monotonic() > give_up:
+                    raise unavailable(e) from e
+                time.sleep(DOWN_S)
 
 
 def _actor_name(name: str, k: int) -> str:

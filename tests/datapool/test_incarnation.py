@@ -23,7 +23,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from stepwell.datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, connect, start_data_pool
 from stepwell.datapool.errors import (
     JournalFencedError,
     JournalLockedError,
@@ -194,21 +194,37 @@ async def test_a_client_refuses_a_pool_that_is_not_the_one_it_met(
     assert await older.submit_step(make_step("u", "q")) == "accepted"
 
 
-async def test_a_pool_that_came_back_is_found_though_ray_holds_an_earlier_question(
-    start: Callable[[], Any],
-) -> None:
-    """Ray holds what it was given for an actor that restarts, and fails it after two seconds."""
-    actor, held = start(), Future[Any]()
+def holding_first(actor: Any, held: Future[Any]) -> Any:
+    """A handle of the pool as Ray has it while the actor restarts: it holds what it is given, and
+    fails it after two seconds."""
     asked: list[Any] = []
 
     def ask(here: str) -> Any:
         asked.append(actor.address.remote(here) if asked else SimpleNamespace(future=lambda: held))
         return asked[-1]
 
-    shard = RayShard(SimpleNamespace(address=SimpleNamespace(remote=ask)))
+    return SimpleNamespace(address=SimpleNamespace(remote=ask))
+
+
+async def test_a_pool_that_came_back_is_found_though_ray_holds_an_earlier_question(
+    start: Callable[[], Any],
+) -> None:
+    actor, held = start(), Future[Any]()
     async with asyncio.timeout(60):
-        address, here = await shard.find()
+        address, here = await RayShard(holding_first(actor, held)).find()
     assert address == await actor.address.remote(here)
+    assert held.cancelled()
+
+
+async def test_a_pool_that_came_back_is_connected_to_though_ray_holds_an_earlier_question(
+    start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread of an event loop, too, though `connect` blocks."""
+    handle = holding_first(start(), held := Future[Any]())
+    monkeypatch.setattr(ray, "get_actor", lambda *_: handle)
+    (shard,) = connect("came back").shards
+    assert isinstance(shard, RayShard)
+    assert shard.handle is handle
     assert held.cancelled()
 
 
