@@ -40,6 +40,7 @@ from xxhash import xxh3_128_digest
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.pictures import Picture, shadow_ids
 from stepwell.datapool.types import (
+    MAX_LEVELS,
     FinishReason,
     Group,
     Lease,
@@ -205,31 +206,38 @@ def encode_any(value: Any) -> bytes:
     tuples and mappings. A tuple comes back as a list.
 
     Raises:
-        TypeError, ValueError, OverflowError, RecursionError: it holds something else, an integer
-            beyond 64 bits, or itself.
+        TypeError, ValueError, OverflowError: it holds something else, an integer beyond 64 bits,
+            more than `MAX_LEVELS` levels, or itself.
     """
     _check_carried(value)
     return encoder.encode(value)
 
 
-def _check_carried(value: Any) -> None:
+CARRIED = f"JSON values, bytes or NumPy arrays, at most {MAX_LEVELS} levels deep"
+"""The values that `encode_any` takes, for messages."""
+
+
+def _check_carried(value: Any, levels: int = MAX_LEVELS) -> None:
     """msgspec knows more types (dates, sets, dataclasses, …), which would come back as others."""
     kind = type(value)
     if kind in _PLAIN:
         return
     if kind is not dict and isinstance(value, (list, tuple)):
-        for item in value:
-            if type(item) not in _PLAIN:
-                _check_carried(item)
+        items: Iterable[Any] = value
     elif kind is dict or isinstance(value, Mapping):
         for key in value:
             if type(key) is not str and not isinstance(key, str | int):
                 raise TypeError(f"a key of type {type(key).__qualname__} is not supported")
-        for item in value.values():
-            if type(item) not in _PLAIN:
-                _check_carried(item)
-    elif not isinstance(value, (*_CARRIED, np.generic, np.ndarray)):
+        items = value.values()
+    elif isinstance(value, (*_CARRIED, np.generic, np.ndarray)):
+        return
+    else:
         raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not supported")
+    if not levels:
+        raise ValueError("it is nested too deeply")
+    for item in items:
+        if type(item) not in _PLAIN:
+            _check_carried(item, levels - 1)
 
 
 _extra_decoder = decoder(list[Any])
@@ -525,10 +533,10 @@ def _pack_extra(
             for value in extra:
                 _check_carried(value)
         return encoder.encode(extra)
-    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise InvalidStepError(
             f"{step.label}: metadata, multi_modal_data or "
-            f"routed_experts cannot be carried ({e}); pass JSON values, bytes or NumPy arrays"
+            f"routed_experts cannot be carried ({e}); pass {CARRIED}"
         ) from e
 
 

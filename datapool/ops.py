@@ -39,6 +39,7 @@ from msgspec.structs import force_setattr
 
 from stepwell.datapool import errors
 from stepwell.datapool.codec import (
+    CARRIED,
     PackedLease,
     PackedStep,
     PackedTrajectory,
@@ -611,9 +612,8 @@ def metadata_of(value: Mapping[str, Any] | None) -> dict[str, Any]:
     metadata = dict(value or {})
     try:
         encode_any(metadata)
-    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise InvalidRequestError(
-            f"metadata of {list(metadata)!r:.80} cannot be carried ({e}); pass JSON values, bytes "
-            "or NumPy arrays"
+            f"metadata of {list(metadata)!r:.80} cannot be carried ({e}); pass {CARRIED}"
         ) from e
     return metadata

@@ -33,6 +33,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, overload
 import orjson
 
 from stepwell.datapool.own_loop import ENDS
+from stepwell.datapool.types import MAX_LEVELS
 from stepwell.gateway.config import TUNING, GatewayConfig, NormalizeRule, Tuning
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,9 @@ def parse_arguments(arguments: Any) -> Any:
     return value
 
 
-MOST_LEVELS: Final = 250
+MOST_LEVELS: Final = MAX_LEVELS - 10
 """Levels of an object's containers. Deeper ones can be read, but neither rendered nor written
-again."""
+again: a Step nests them in a few of its own."""
 
 
 def may_nest(text: str, most: int = MOST_LEVELS) -> bool:

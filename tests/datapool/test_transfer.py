@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -33,6 +34,7 @@ from stepwell.datapool.files import transfer
 from stepwell.datapool.files.export import read, read_rows, write
 from stepwell.datapool.files.transfer import export_channel, import_channel
 from stepwell.datapool.inspect.pages import ExportedTrajectory
+from stepwell.datapool.types import MAX_LEVELS
 from tests.builders import until
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -298,6 +300,36 @@ async def test_an_export_goes_on_over_many_pages(client, channel, tmp_path, monk
     assert (summary.n_trajectories, summary.n_steps) == (30, 90)
     uids = [e.trajectory.trajectory_uid for e in read(tmp_path / "x.parquet")]
     assert uids == [f"t{i}" for i in range(30)]
+
+
+async def test_what_no_file_can_hold_for_its_levels_is_refused_where_it_is_submitted(
+    client, channel, tmp_path
+):
+    """And what the pool takes, every file holds."""
+    deep: dict[str, Any] = {}
+    for _ in range(MAX_LEVELS - 1):
+        deep = {"in": deep}
+    (step,) = build_chain("t", "p", 1)
+    for call in (
+        client.open_group("p", 1, metadata={"in": deep}, channel=channel),
+        client.open_trajectory("t", "p", metadata={"in": (deep,)}, channel=channel),
+        client.submit_step(replace(step, metadata={"in": deep}), channel),
+        client.append_step(replace(step, multi_modal_data={"in": deep}), channel=channel),
+        client.complete_trajectory("t", channel=channel, metadata={"in": deep}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"metadata.*nested too deeply.*pass .* at most 250 levels"
+        ):
+            await call
+    assert await groups_of(client, channel) == {}
+    kept = replace(step, metadata=deep, multi_modal_data=deep)
+    await client.open_group("p", 1, metadata=deep, channel=channel)
+    await client.open_trajectory("t", "p", metadata=deep, channel=channel)
+    await client.submit_step(kept, channel)
+    await export_channel(client, tmp_path / "x.parquet", channel)
+    (found,) = read(tmp_path / "x.parquet")
+    assert found.trajectory.steps == (kept,)
+    assert found.trajectory.metadata == found.group_metadata == deep
 
 
 async def test_an_export_that_is_refused_leaves_no_file(client, channel, tmp_path):

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepwell.datapool.codec import pack
 from stepwell.gateway.dialects.anthropic_answer import BlockWriter, whole
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
-from stepwell.gateway.tokens.messages import canonical, root_key
+from stepwell.gateway.tokens.messages import MOST_LEVELS, canonical, root_key
 from tests.gateway.conftest import World, make_template
 
 Block = dict[str, Any]
@@ -320,6 +321,21 @@ async def test_tool_results_and_text_keep_their_order(wire: Wire) -> None:
         "<|im_start|>user\nand\nmore<|im_end|>\n<|im_start|>assistant\n"
     )
     wire.world.check_exact()
+
+
+async def test_the_deepest_body_that_is_read_makes_a_step_that_a_pool_takes(wire: Wire) -> None:
+    """Arguments that come as an object stand deeper in a Step than in the body."""
+    wire.world.engine.context_length = 10**6
+    deep: Block = {}
+    for _ in range(MOST_LEVELS - 6):
+        deep = {"in": deep}
+    call = {"type": "tool_use", "id": "c1", "name": "calc", "input": deep}
+    await wire.ask(messages=[*HI, assistant([call]), user(result("c1"))])
+    (stored,) = wire.world.stored()
+    pack(stored)
+    call["input"] = {"in": deep}
+    message = await wire.refused(messages=[*HI, assistant([call]), user(result("c1"))])
+    assert f"nested more than {MOST_LEVELS} levels deep" in message
 
 
 async def test_a_failed_tool_says_so(wire: Wire) -> None:
