@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -93,6 +94,7 @@ class Departures:
         self.n_unarchived = 0
         """Groups and late rows that left without being archived, since the pool was started."""
         self._waiting: OrderedDict[int, Departure] = OrderedDict()
+        self._by_trajectory: defaultdict[str, list[Departure]] = defaultdict(list)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -118,6 +120,8 @@ class Departures:
 
     def add(self, departure: Departure) -> None:
         self._waiting[departure.row] = departure
+        for uid in departure.trajectory_uids:
+            self._by_trajectory[uid].append(departure)
         self.n_bytes += departure.n_bytes
         self.picture_bytes[departure.channel] += departure.picture_bytes
 
@@ -127,9 +131,7 @@ class Departures:
         Args:
             unarchived: why they are in no file; None: they are.
         """
-        gone = []
-        while self._waiting and next(iter(self._waiting)) <= through:
-            gone.append(self._waiting.popitem(last=False)[1])
+        gone = [*takewhile(lambda departure: departure.row <= through, self)]
         if unarchived is not None and gone:
             self._count(len(gone), unarchived)
         return self._forget(gone)
@@ -140,24 +142,25 @@ class Departures:
         """Forget the departures of trajectories, with a tag, or of a user, which somebody wants
         gone, and what came late for them, which may not say whose it is; the trajectories of their
         groups, of which the others are not archived either, and the rows to be deleted."""
-        found: dict[str, None] = {}
-        named = set(uids)
-        for departure in self:
-            is_named = tag in departure.tags or user in departure.users
-            if is_named or not named.isdisjoint(departure.trajectory_uids):
-                found |= dict.fromkeys(departure.trajectory_uids)
-        gone = [d for d in self if not found.keys().isdisjoint(d.trajectory_uids)]
-        for departure in gone:
-            del self._waiting[departure.row]
-        return list(found), self._forget(gone)
+        named = [d for uid in uids for d in self._by_trajectory.get(uid, ())]
+        if tag is not None or user is not None:
+            named += [d for d in self if tag in d.tags or user in d.users]
+        found = dict.fromkeys(uid for d in named for uid in d.trajectory_uids)
+        gone = {d.row: d for uid in found for d in self._by_trajectory[uid]}
+        return list(found), self._forget(gone.values())
 
     def of(self, uid: str) -> list[Departure]:
         """The departures of a trajectory or a group."""
         return [d for d in self if uid == d.prompt_uid or uid in d.trajectory_uids]
 
-    def _forget(self, gone: list[Departure]) -> list[int]:
+    def _forget(self, gone: Collection[Departure]) -> list[int]:
         self.n_bytes -= sum(d.n_bytes for d in gone)
         for departure in gone:
+            del self._waiting[departure.row]
+            for uid in departure.trajectory_uids:
+                self._by_trajectory[uid].remove(departure)
+                if not self._by_trajectory[uid]:
+                    del self._by_trajectory[uid]
             self.picture_bytes[departure.channel] -= departure.picture_bytes
         return [row for d in gone for row in d.rows]
 

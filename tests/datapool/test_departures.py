@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from stepwell.datapool.config import ArchiveConfig
 from stepwell.datapool.core import group_log
 from stepwell.datapool.errors import JournalCorruptError, TrajectoryClosedError
-from stepwell.datapool.ops import Delete, Mark, OpenGroup, OpenTrajectory, ReleaseDeparted
+from stepwell.datapool.ops import (
+    Delete,
+    DeleteTrajectory,
+    Mark,
+    OpenGroup,
+    OpenTrajectory,
+    ReleaseDeparted,
+)
 from stepwell.datapool.questions import ListDeparted, ReadDeparted
 from stepwell.datapool.store.reading import rows_at_places
 from tests.datapool.conftest import JournaledPool
@@ -156,6 +165,27 @@ def test_what_is_too_old_or_deleted_is_not_left_to_the_archive(pool):
     pool.later(0)
     assert waiting(pool) == []
     assert not pool.holds("a secret of somebody")
+
+
+def test_a_deletion_costs_the_same_whatever_waits(tmp_path):
+    calls = []
+    for n in (5, 50):
+        pool = JournaledPool(tmp_path / f"{n}", **archived(tmp_path))
+        for i in range(n):
+            train(pool, f"t{i}", f"p{i}")
+        calls.append(0)
+
+        def count(frame, event, argument):
+            calls[-1] += 1
+
+        for uid in ("t3", "unknown"):
+            sys.setprofile(count)
+            pool.pool.apply(DeleteTrajectory(uid), pool.now)
+            sys.setprofile(None)
+        assert len(waiting(pool)) == n - 1
+        pool.journal.close()
+    few, many = calls
+    assert few == many
 
 
 def test_what_comes_late_waits_too(pool):
