@@ -18,7 +18,7 @@ from stepwell.datapool.inspect.events import Event
 from stepwell.datapool.types import VAL
 
 STARVING_S: Final = 120.0
-"""An open group of this age with nothing running is starving."""
+"""An open group of this age with nothing running, which no deadline ends, is starving."""
 GAP: Final = 0.1
 """max |log π - log μ| of on-policy tokens; float32 on both sides stays below 0.01."""
 UNRECORDED: Final = 1e-3
@@ -179,7 +179,8 @@ def _channel(
     is_gone: bool,
 ) -> Iterator[Alert]:
     for group in channel.get("oldest_open", []):
-        if group["age_s"] > STARVING_S and not group["running"]:
+        has_end = group["deadline_in_s"] is not None
+        if group["age_s"] > STARVING_S and not group["running"] and not has_end:
             yield Alert(
                 f"starving {name}",
                 "warning",

@@ -63,6 +63,14 @@ def test_a_pool_that_does_not_answer_is_told_with_its_reason() -> None:
     assert (found.key, found.why) == ("pool", "the pool's process is gone")
 
 
+def test_a_group_that_takes_conversations_until_its_deadline_is_not_starving() -> None:
+    """With `groups.within_s` of 900 s, between two of its conversations."""
+    tick = recorded("starving")
+    (group, *_) = tick["pool"]["train"]["oldest_open"]
+    group |= {"complete": 3, "age_s": 500.0, "deadline_in_s": 400.0}
+    assert "starving train" not in keys(tick)
+
+
 def metric(**figures: float) -> dict[str, Any]:
     tick = recorded("training")
     tick["metrics"] |= figures
