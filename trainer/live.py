@@ -27,7 +27,7 @@ from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
 from stepwell.trainer.group_producer import GroupProducer
 from stepwell.trainer.reclaim import RESTARTED, drop_ended, settle_former
-from stepwell.trainer.samples import read_samples, samples_path, write_evaluation
+from stepwell.trainer.samples import write_evaluation
 from stepwell.trainer.trajectory_metrics import versions_of
 from stepwell.trainer.validation import (
     ENOUGH,
@@ -128,16 +128,10 @@ class TrafficValidator(Validator):
             )
             rows += await asyncio.to_thread(self._samples, pinned, of)
         if rows:
-            await asyncio.to_thread(self._write, policy.step, rows)
+            # With what an earlier look at this step found, last: its traffic does not come again,
+            # but for groups that were written and not acked.
+            await asyncio.to_thread(write_evaluation, self._folder, policy.step, rows, add=True)
         return evaluations
-
-    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the sample table of a step, with what an earlier look at it found last: its traffic
-        does not come again, but for groups that were written and not acked."""
-        table, uids = samples_path(self._folder, step), {row["trajectory_uid"] for row in rows}
-        before = read_samples(table) if table.is_file() else []
-        earlier = (row for row in before if row["trajectory_uid"] not in uids)
-        write_evaluation(self._folder, step, [*rows, *earlier])
 
     def _pool_with_former(self, version: int, prompts: list[list[float]]) -> Pooled:
         """The score of this version with those before it, as few as make `ENOUGH` rollouts."""

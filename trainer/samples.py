@@ -94,6 +94,8 @@ VALIDATION_TABLE_COLUMNS = (
     "trajectory_uid",
 )
 """Columns of the table of an evaluation that trackers are given, in order."""
+VALIDATION_TABLE_ROWS = 64
+"""Its rows; the file has all of them."""
 
 
 class Trained:
@@ -371,16 +373,33 @@ def _line(row: Any) -> bytes:
         return orjson.dumps(plain(row), default=shown, option=options)
 
 
-def write_evaluation(run_dir: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the table of an evaluation, without what somebody has deleted.
+def write_evaluation(
+    run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]], *, add: bool = False
+) -> None:
+    """Write the table of an evaluation, without what somebody has deleted. A disk that takes
+    nothing, or a file that is damaged, ends no run: this is for people.
 
-    Raises:
-        OSError: it cannot be written.
-        DamagedFileError: the run's tombstones are not what was written.
+    Args:
+        add: to the table that is there, of whose lines those of the same trajectories go.
     """
-    with TrainerCopies(run_dir).writing() as deleted:
-        kept = (row for row in rows if row["trajectory_uid"] not in deleted)
-        write_samples(samples_path(run_dir, step), kept)
+    path, uids = samples_path(run_dir, step), {row["trajectory_uid"] for row in rows}
+    try:
+        before = read_samples(path) if add and path.is_file() else []
+        earlier = [row for row in before if row["trajectory_uid"] not in uids]
+        with TrainerCopies(run_dir).writing() as deleted:
+            every = (*rows, *earlier)
+            write_samples(path, (row for row in every if row["trajectory_uid"] not in deleted))
+    except (OSError, DamagedFileError) as e:
+        log.warning("the samples of the evaluation at step %d are not written: %s", step, e)
+
+
+def evaluation_table(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The table of an evaluation for trackers; none where it cannot be read."""
+    try:
+        return read_samples(samples_path(run_dir, step), VALIDATION_TABLE_ROWS)
+    except (OSError, DamagedFileError) as e:  # as in `write_evaluation`: this ends no run
+        log.warning("the table of the evaluation at step %d is left out: %s", step, e)
+        return []
 
 
 def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -395,6 +414,6 @@ def read_samples(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     for at, line in islice(read_lines(path), limit):
         if line is None:
             why = f"the line at byte {at} is not what was written"
-            raise damaged(path, why, "delete it: the run evaluates again")
+            raise damaged(path, why, "delete it: it is for people alone")
         rows.append(orjson.loads(line))
     return rows

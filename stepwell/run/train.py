@@ -62,8 +62,7 @@ from stepwell.trainer.samples import (
     TRAIN_TABLE,
     TRAIN_TABLE_COLUMNS,
     VALIDATION_TABLE_COLUMNS,
-    read_samples,
-    samples_path,
+    evaluation_table,
 )
 
 log = logging.getLogger(__name__)
@@ -71,8 +70,6 @@ log = logging.getLogger(__name__)
 HELD_OUT = "looking at the rewards of held-out traffic"
 PUBLISHED_S = 30.0
 """A trainer that is stopped while it publishes ends what it began, for so long."""
-SAMPLES = 64
-"""Rows of an evaluation's sample table that trackers are given; its file has all of them."""
 EVALUATION_ATTEMPTS = 3
 """Evaluations of which not one rollout finished, in a row, that end the run."""
 
@@ -187,10 +184,8 @@ async def _train(
         trainer.rank(finished)
         for e in finished:
             metrics.evaluation(e.step, e.as_metrics())
-            table = samples_path(config.run.dir, e.step)
-            metrics.table(
-                e.step, "val/samples", VALIDATION_TABLE_COLUMNS, read_samples(table, SAMPLES)
-            )
+            table = evaluation_table(config.run.dir, e.step)
+            metrics.table(e.step, "val/samples", VALIDATION_TABLE_COLUMNS, table)
 
     async def evaluate(mode: str = "blocking") -> None:
         if not config.serves:

@@ -268,6 +268,25 @@ async def test_a_second_look_at_one_step_keeps_the_table_of_the_first(tmp_path: 
     assert [row["reward"] for row in rows] == [1.0, 0.0, 0.5]
 
 
+async def test_a_damaged_table_of_an_earlier_look_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is for people, who are told of it; the traffic that is evaluated does not come again."""
+    async with small_run(live_config(tmp_path)) as run:
+        await brings(run.pool, channel=VAL, rewards=(0.0, 0.5))
+        await run.trainer.evaluate([])
+        table = samples_path(tmp_path, 0)
+        damaged = table.read_bytes().replace(b'"reward":0.5', b'"reward":0.6')
+        table.write_bytes(damaged)
+        await brings(run.pool, channel=VAL, rewards=(1.0,))
+        (evaluation,) = await run.trainer.evaluate([])
+        assert (await run.pool.get_statistics(VAL))["groups"]["acked"] == 2
+    assert evaluation.score == 1.0
+    assert table.read_bytes() == damaged
+    assert "the samples of the evaluation at step 0 are not written" in caplog.text
+    assert f"{table} is damaged (the line at byte {len(damaged.splitlines(True)[0])}" in caplog.text
+
+
 async def test_held_out_traffic_stays_leased_for_as_long_as_its_reward_takes(
     tmp_path: Path,
 ) -> None:

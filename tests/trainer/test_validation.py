@@ -22,6 +22,7 @@ from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rewards.overlong import OVERLONG
 from stepwell.trainer.samples import (
     VALIDATION_TABLE_COLUMNS,
+    evaluation_table,
     question,
     read_samples,
     samples_path,
@@ -331,6 +332,28 @@ async def test_the_figures_of_an_evaluation_are_its_own_and_in_no_other_steps_re
     table = read_samples(samples_path(tmp_path, 2))
     assert [r["question"] for r in table[::2]] == ["val 0?", "val 1?", "val 2?"]
     assert {r["version"] for r in table} == {2}
+
+
+async def test_samples_that_cannot_be_written_end_no_evaluation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "validation").write_text("in the way")
+    async with small_run(small_config(tmp_path, *EVERY_2)) as run:
+        (evaluation,) = await run.trainer.evaluate(run.val_tasks)
+    assert evaluation.score == 0.5
+    assert "the samples of the evaluation at step 0 are not written" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, b'{"answer":"2","digest":"0123456789abcdef"}\n'])
+def test_a_table_that_cannot_be_read_is_left_out_of_the_trackers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "validation").mkdir()
+        samples_path(tmp_path, 3).write_bytes(content)
+    assert evaluation_table(tmp_path, 3) == []
+    assert "the table of the evaluation at step 3 is left out" in caplog.text
+    assert str(samples_path(tmp_path, 3)) in caplog.text
 
 
 class Gated(RecordingBackend):
