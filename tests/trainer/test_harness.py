@@ -87,6 +87,20 @@ async def test_a_command_is_given_its_rollout_a_fresh_folder_and_a_clean_environ
     assert not [*folder_of_worker(tmp_path / "s").iterdir()]
 
 
+async def test_the_newest_logs_are_kept_while_other_workers_remove_theirs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "oldest.log").touch()
+    os.utime(logs / "oldest.log", (1, 1))
+    # Listed, and not there: as one that another worker removes meanwhile.
+    (logs / "removed.log").symlink_to(tmp_path / "nowhere")
+    assert await harness(tmp_path, "true", keep_logs=1)(TASK, URL, "key") is None
+    assert [log.name[:3] for log in logs.iterdir() if log.exists()] == ["t-1"]
+    assert not caplog.records
+
+
 GRADED = {"command": ["sh", "-c", 'test "$(cat answer)" = {task.answer}']}
 
 

@@ -43,7 +43,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -770,8 +770,11 @@ def _finish(rollout: Rollout, logs: Path | None, most: int) -> None:
             logs.mkdir(parents=True, exist_ok=True)
             text = rollout.log.read_bytes() if rollout.log.is_file() else b""
             (logs / rollout.log.name).write_bytes(text + rollout.why.encode(errors="replace"))
-            kept = sorted(logs.glob("*.log"), key=lambda each: each.stat().st_mtime)
-            for old in kept[:-most]:
+            kept = []
+            for file in logs.glob("*.log"):
+                with suppress(FileNotFoundError):  # another worker removed it
+                    kept.append((file.stat().st_mtime, file))
+            for _, old in sorted(kept)[:-most]:
                 old.unlink(missing_ok=True)
     except OSError as e:  # a full disk: the rollout's end is what counts
         log.warning("the log of a rollout could not be kept: %s", e)
