@@ -375,7 +375,7 @@ async def test_what_a_resumed_run_trained_is_skipped_and_a_rollout_starts_once(
 
 
 async def test_failures_are_counted_over_a_rollout_and_minus_one_bears_any_number(
-    args_of: Callable[..., Namespace],
+    args_of: Callable[..., Namespace], caplog: pytest.LogCaptureFixture
 ):
     def script() -> Scripted:
         fail = JSONResponse({}, status_code=503)
@@ -386,11 +386,15 @@ async def test_failures_are_counted_over_a_rollout_and_minus_one_bears_any_numbe
         args = args_of(url, fetch_trajectory_retry_times=2)
         with pytest.raises(StarvedError, match=r"failed 3 times in this rollout .* 503"):
             await generate_agent_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    caplog.clear()
     async with serving(script().app()) as url:
         args = args_of(url)
         del args.fetch_trajectory_retry_times  # its default is -1
         samples = await generate_agent_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert [s.index for s in samples] == ["a", "a", "b", "b"]
+    (told,) = [r.message for r in caplog.records if " failed " in r.message]
+    assert told.startswith(f"{url} failed 1 times in this rollout (the last: 503: {{}}); trying")
+    assert told.endswith("--fetch-trajectory-retry-times is -1"), "and again after a minute"
 
 
 async def test_items_of_messages_alone_are_tokenised_by_the_loss_mask_type(

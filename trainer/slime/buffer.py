@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -263,7 +264,7 @@ def start_rollout(api_base_url: str, args: Any, metadata: Mapping[str, Any]) -> 
     body = json.dumps(start_payload(args, metadata)).encode()
     headers = {"content-type": "application/json", **_headers()}
     direct = build_opener(ProxyHandler({}))  # as aiohttp, which asks for the data
-    failures = 0
+    failures = _Failures(args, url)
     while True:
         try:
             with direct.open(Request(url, body, headers), timeout=START_S) as response:
@@ -275,8 +276,7 @@ def start_rollout(api_base_url: str, args: Any, metadata: Mapping[str, Any]) -> 
                 raise ConfigError(f"{url} answered {why}") from e
         except (OSError, ValueError) as e:  # not reached, or no JSON
             why = f"{type(e).__name__}: {e}"
-        failures += 1
-        _bear(args, failures, url, why)
+        failures.bear(why)
         time.sleep(POLL_S)
 
 
@@ -358,7 +358,7 @@ def _add(data_buffer: Any, groups: list[list[Any]]) -> None:
 async def _fetch(args: Any, url: str, run: _Run, source: Any) -> None:
     """Fetch groups until there are those of a batch. What a failure has interrupted goes on."""
     masks = _Masks(args)
-    failures = 0
+    failures = _Failures(args, url)
     while (missing := args.rollout_batch_size - len(run.groups)) > 0:
         try:
             items, info = await get_rollout_data(url, 1)  # of one group, then: whole groups
@@ -369,12 +369,10 @@ async def _fetch(args: Any, url: str, run: _Run, source: Any) -> None:
         except aiohttp.ClientResponseError as e:
             if e.status < 429:
                 raise ConfigError(f"{url}/get_rollout_data answered {e.status}: {e.message}") from e
-            failures += 1
-            _bear(args, failures, url, f"{e.status}: {e.message}")
+            failures.bear(f"{e.status}: {e.message}")
             await asyncio.sleep(POLL_S)
         except (aiohttp.ClientError, TimeoutError) as e:
-            failures += 1
-            _bear(args, failures, url, f"{type(e).__name__}: {e}")
+            failures.bear(f"{type(e).__name__}: {e}")
             await asyncio.sleep(POLL_S)
         else:
             groups = _by_group(items, args.n_samples_per_prompt)
@@ -386,15 +384,33 @@ async def _fetch(args: Any, url: str, run: _Run, source: Any) -> None:
                 await asyncio.sleep(POLL_S)
 
 
-def _bear(args: Any, failures: int, url: str, why: str) -> None:
-    """Raises StarvedError: this failure is one more than may be."""
-    retries = getattr(args, "fetch_trajectory_retry_times", -1)
-    if -1 < retries < failures:
-        raise StarvedError(
-            f"{url} failed {failures} times in this rollout (the last: {why}); see the gateway's "
-            "log, or raise --fetch-trajectory-retry-times"
-        )
-    log.warning("%s failed (%s); trying again", url, why)
+class _Failures:
+    """Failures of one rollout's requests to `url`."""
+
+    def __init__(self, args: Any, url: str) -> None:
+        self._url = url
+        self._borne = getattr(args, "fetch_trajectory_retry_times", -1)
+        self._n = 0
+        self._told_at = -math.inf
+
+    def bear(self, why: str) -> None:
+        """Raises StarvedError: this failure is one more than may be."""
+        self._n += 1
+        if -1 < self._borne < self._n:
+            raise StarvedError(
+                f"{self._url} failed {self._n} times in this rollout (the last: {why}); see the "
+                "gateway's log, or raise --fetch-trajectory-retry-times"
+            )
+        if (now := time.monotonic()) - self._told_at >= WAITING_S:
+            self._told_at = now
+            log.warning(
+                "%s failed %d times in this rollout (the last: %s); trying again, as "
+                "--fetch-trajectory-retry-times is %d",
+                self._url,
+                self._n,
+                why,
+                self._borne,
+            )
 
 
 def _by_group(items: Sequence[dict[str, Any]], n: int) -> list[list[dict[str, Any]]]:
