@@ -214,6 +214,13 @@ async def asks_for_more_than_fits(args: Any, sample: Any, sampling_params: dict[
     return sample
 
 
+async def leaves_a_deep_value(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A reply that was read as JSON may be of thousands of brackets."""
+    for _ in range(5000):
+        sample.metadata["read"] = [sample.metadata.get("read")]
+    return await elsewhere(args, sample, sampling_params)
+
+
 async def wants_an_argument(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     assert getattr(args, "never_set", None) is None
     return args.max_searches
@@ -384,6 +391,7 @@ async def test_a_sample_to_be_removed_is_a_rollout_without_steps(
         ("asks_for_what_no_policy_samples", "ignore_eos is True"),
         ("asks_for_another_endpoint", "GET /list_workers is not served"),
         ("asks_for_more_than_fits", "400000 tokens"),
+        ("leaves_a_deep_value", r"read = a list, which is no JSON \(maximum recursion depth"),
         ("wants_an_argument", "args.max_searches is not known here; set it in rollout.agent_args"),
     ],
 )
@@ -395,6 +403,23 @@ async def test_what_is_no_rollout_is_an_abort_that_says_why(
     assert times == 1
     assert re.search(why, end), end
     assert await world.pool.fetch_batch() is None
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[" * 100_000, "1" * 5000])
+async def test_an_answer_that_is_no_json_is_text(text: str) -> None:
+    async def said(request: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    app = web.Application()
+    app.router.add_route("*", "/tool", said)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/tool"
+        assert await post(url, {}) == await get(url) == text
+    finally:
+        await runner.cleanup()
 
 
 async def test_a_rollout_of_many_long_turns_is_stored_in_several_requests(

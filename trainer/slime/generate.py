@@ -128,7 +128,7 @@ async def _ask(method: str, url: str, tries: int, **how: Any) -> Any:
                     if answer.status < 400:
                         try:
                             return json.loads(content)
-                        except json.JSONDecodeError:
+                        except (ValueError, RecursionError):  # thousands of brackets, too
                             return content
                     why = f"answered {answer.status}: {content:.300}"
                     if answer.status < 500 and answer.status != 429:
@@ -361,7 +361,7 @@ def _metadata(sample: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in (*added.items(), *kept.items()):
         try:
             json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, RecursionError) as e:
             raise RolloutError(
                 f"sample has {name} = a {type(value).__name__}, which is no JSON ({e}) and would "
                 "not reach the reward in the trainer's process; set text, numbers, lists or dicts"
