@@ -344,7 +344,7 @@ class Trainer:
 
     async def _to_its_end(self, work: Awaitable[T]) -> T:
         """The result of `work`. A user's interruption waits for `_raise_interruption`: half a batch
-        can neither be saved nor taken back. A second one ends the work."""
+        can neither be saved nor taken back. A second one ends the work, and nothing is saved."""
         coming = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(coming)
@@ -352,9 +352,9 @@ class Trainer:
             if self._interruption is not None or coming.cancelled() or e.args != (INTERRUPTED,):
                 coming.cancel()
                 await asyncio.wait({coming})  # a generator that runs cannot be closed
-                raise
+                raise asyncio.CancelledError from e  # as of nobody who may save
             self._interruption = e
-            return await coming
+            return await self._to_its_end(coming)
 
     def _raise_interruption(self) -> None:
         """Let a user's interruption end the run that it came to, if there was one: the optimizer

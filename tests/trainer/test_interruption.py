@@ -70,6 +70,21 @@ async def test_an_interrupted_run_saves_the_batch_that_it_trains(tmp_path: Path)
         assert run.trainer.checkpoints.steps() == [2]
 
 
+async def test_a_run_that_is_interrupted_twice_saves_nothing_of_the_step_that_it_takes(
+    tmp_path: Path,
+) -> None:
+    """The model may be before it or behind it, and the ledger does not have it."""
+    async with in_its_second_update(tmp_path) as (run, training):
+        for _ in range(2):
+            training.cancel(INTERRUPTED)
+            await asyncio.sleep(0)
+        run.backend.go.set()  # type: ignore[attr-defined]
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert run.trainer.checkpoints.steps() == []
+        assert (await run.pool.get_statistics("train"))["groups"]["acked"] == 0
+
+
 def end_after_two_batches(monkeypatch: pytest.MonkeyPatch, error: TrainerError) -> None:
     take, taken = TrainedChannel.take, 0
 
