@@ -39,12 +39,13 @@ COST := $(BIN)/python -m tests.cost
 test: install
 	@exec $(COST) tests $(BIN)/pytest --durations=10
 
+# Two processes, a file each: most tests wait for other processes, a third of the time is saved.
 #   make check  format check, lint, strict types, the tests and those marked `slow`, and how long each took: what CI runs
 check: install
 	@$(COST) format $(BIN)/ruff format --check .
 	@$(COST) lint $(BIN)/ruff check .
 	@$(COST) types $(BIN)/mypy
-	@$(COST) tests $(BIN)/pytest -m "not long" --durations=10
+	@$(COST) tests $(BIN)/pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 #   make test-long  what `make test` leaves out: quick runs of the benches, rarer restarts, properties on 500 examples
 .PHONY: test-long

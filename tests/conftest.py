@@ -12,7 +12,7 @@ import os
 import ssl
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import certifi
@@ -36,7 +36,8 @@ settings.register_profile("long", settings.get_profile("short"), max_examples=50
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
-LAST_ON_SHARED_RAY = pytest.StashKey[Path]()
+NEXT = pytest.StashKey[pytest.Item | None]()
+"""The test that this process runs after the one that ends."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     file.flush()
     config.add_cleanup(file.close)
     os.environ["SSL_CERT_FILE"] = file.name
+    os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; tests say themselves how wide they are
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,8 +60,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     process has started."""
     shared = [item.path for item in items if "_shared_ray" in getattr(item, "fixturenames", ())]
     items.sort(key=lambda item: item.path not in shared)
-    if shared:
-        config.stash[LAST_ON_SHARED_RAY] = shared[-1]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    item.config.stash[NEXT] = nextitem
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Logs of half a character, which some tests provoke, reach pytest-xdist escaped: it sends
+    UTF-8 alone."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 def pytest_collection_finish() -> None:
@@ -92,5 +108,5 @@ def cluster(_shared_ray: Cluster, request: pytest.FixtureRequest) -> Iterator[st
     ray.init(address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     yield namespace
     ray.shutdown()
-    if request.path == request.config.stash[LAST_ON_SHARED_RAY]:
+    if "_shared_ray" not in getattr(request.config.stash[NEXT], "fixturenames", ()):
         _shared_ray.shutdown()
