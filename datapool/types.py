@@ -53,7 +53,7 @@ _IDS = _Column(np.dtype(np.int32), int, "I")
 _LOG_PROBS = _Column(np.dtype(np.float32), float, "f")
 MAX_INT = 2**63
 """Integers that the journal and every export can hold are below."""
-MAX_LEVELS = 250
+MAX_LEVELS = 260
 """Levels of lists and mappings in a value of no fixed type that every export and page can hold."""
 
 TRAIN = "train"

@@ -318,7 +318,7 @@ async def test_what_no_file_can_hold_for_its_levels_is_refused_where_it_is_submi
         client.complete_trajectory("t", channel=channel, metadata={"in": deep}),
     ):
         with pytest.raises(
-            ValueError, match=r"metadata.*nested too deeply.*pass .* at most 250 levels"
+            ValueError, match=r"metadata.*nested too deeply.*pass .* at most 260 levels"
         ):
             await call
     assert await groups_of(client, channel) == {}
