@@ -36,6 +36,8 @@ settings.register_profile("long", settings.get_profile("short"), max_examples=50
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
+SHARING = pytest.StashKey[set[Path]]()
+"""Test files that share one Ray."""
 NEXT = pytest.StashKey[pytest.Item | None]()
 """The test that this process runs after the one that ends."""
 
@@ -58,8 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Ray of its own on 127.0.0.1 cannot join another at the machine's address any more: its driver's
     port stays on 127.0.0.1, and Ray takes it for dead. And a run looks at every Ray that its
     process has started."""
-    shared = [item.path for item in items if "_shared_ray" in getattr(item, "fixturenames", ())]
+    shared = {item.path for item in items if "_shared_ray" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: item.path not in shared)
+    config.stash[SHARING] = shared
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -108,5 +111,6 @@ def cluster(_shared_ray: Cluster, request: pytest.FixtureRequest) -> Iterator[st
     ray.init(address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     yield namespace
     ray.shutdown()
-    if "_shared_ray" not in getattr(request.config.stash[NEXT], "fixturenames", ()):
+    after = request.config.stash[NEXT]
+    if after is None or after.path not in request.config.stash[SHARING]:
         _shared_ray.shutdown()
