@@ -69,12 +69,12 @@ class BareProxy(Gateway):
     """`proxy.py`: passes bytes on and does nothing else."""
 
     name = "bare proxy, written by hand"
-    program = "proxy.py"
+    file = "proxy.py"
     scale = 4
 
     @asynccontextmanager
     async def running(self, engine: Engine, workload: Workload) -> AsyncIterator[None]:
-        async with program(self.program, engine.port) as process:
+        async with program(self.file, engine.port) as process:
             self.ports, self.pids = (int(await ask(process)),), (process.pid,)
             yield
 
@@ -83,7 +83,7 @@ class LibraryProxy(BareProxy):
     """`library_proxy.py`: the same, written with uvicorn and aiohttp."""
 
     name = "bare proxy of uvicorn and aiohttp"
-    program = "library_proxy.py"
+    file = "library_proxy.py"
     scale = 2
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from starlette.responses import PlainTextResponse
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.commands import Launch
@@ -31,7 +32,7 @@ from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.slime.generate import GenerateState, Sample, get, post
 from stepwell.trainer.validation import figures
 from tests.builders import group, step_of
-from tests.gateway.conftest import World, log_prob, save_tokenizer, worlds
+from tests.gateway.conftest import World, log_prob, save_tokenizer, serving, worlds
 
 __all__ = ["worlds"]  # a fixture
 
@@ -407,19 +408,8 @@ async def test_what_is_no_rollout_is_an_abort_that_says_why(
 
 @pytest.mark.parametrize("text", ["no JSON", "[" * 100_000, "1" * 5000])
 async def test_an_answer_that_is_no_json_is_text(text: str) -> None:
-    async def said(request: web.Request) -> web.Response:
-        return web.Response(text=text)
-
-    app = web.Application()
-    app.router.add_route("*", "/tool", said)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/tool"
+    async with serving(PlainTextResponse(text)) as url:
         assert await post(url, {}) == await get(url) == text
-    finally:
-        await runner.cleanup()
 
 
 async def test_a_rollout_of_many_long_turns_is_stored_in_several_requests(
